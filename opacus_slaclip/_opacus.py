@@ -1,0 +1,50 @@
+"""The only module that touches Opacus's underscore names, so that a new Opacus breaks one file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import opacus
+import torch
+
+try:
+    from opacus.optimizers.optimizer import (
+        _check_processed_flag,
+        _generate_noise,
+        _mark_as_processed,
+    )
+except ImportError as error:  # pragma: no cover - needs another Opacus
+    raise ImportError(
+        f"opacus-slaclip works with opacus>=1.6,<2, found {opacus.__version__}: {error}. "
+        'Install a supported version: pip install "opacus>=1.6,<2".'
+    ) from error
+
+
+def generate_noise(
+    *, std: float, reference: torch.Tensor, generator: Any, secure_mode: bool
+) -> torch.Tensor:
+    """Draw Gaussian noise shaped like ``reference`` as Opacus does, ``secure_mode`` included."""
+    noise: torch.Tensor = _generate_noise(
+        std=std, reference=reference, generator=generator, secure_mode=secure_mode
+    )
+    return noise
+
+
+def check_not_processed(gradient: Any) -> None:
+    """Raise ``ValueError`` if ``gradient`` was used in a step before (no ``zero_grad`` since)."""
+    _check_processed_flag(gradient)
+
+
+def mark_processed(gradient: Any) -> None:
+    """Mark ``gradient`` as used, so that a second use raises."""
+    _mark_as_processed(gradient)
+
+
+def last_step_was_skipped(optimizer: Any) -> bool:
+    """Whether the optimizer is inside a logical batch made of several physical ones."""
+    return bool(optimizer._is_last_step_skipped)
+
+
+def forget_skipped_step(optimizer: Any) -> None:
+    """Put the optimizer back at the boundary between two logical batches."""
+    optimizer._is_last_step_skipped = False

@@ -1,0 +1,113 @@
+"""The options of the slaclip values of ``clipping``: names, defaults, what goes together."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from opacus_slaclip._validate import (
+    check_clip_bounds,
+    check_clip_norm,
+    check_num_slots,
+)
+from opacus_slaclip.controllers import Controller, SlaClipController, SlaClipQController
+
+CONTROLLERS: dict[str, type[SlaClipController] | type[SlaClipQController]] = {
+    "slaclip": SlaClipController,
+    "slaclip-q": SlaClipQController,
+}
+
+# The first two are ours alone; the others are Opacus's own names for its adaptive clipping.
+ONLY_OURS = ("num_slots", "controller")
+OPTIONS = (
+    *ONLY_OURS,
+    "clipbound_learning_rate",
+    "target_unclipped_quantile",
+    "min_clipbound",
+    "max_clipbound",
+)
+DEFAULT_CLIP_BOUNDS = (0.1, 50.0)
+
+_CONTROLLER_OPTIONS = ("clipbound_learning_rate", "target_unclipped_quantile")
+
+
+def check_names(names: Iterable[str], accepted: Iterable[str], *, clipping: str) -> None:
+    """Raise a ``TypeError`` for the first name that is not accepted, naming the nearest one."""
+    accepted = sorted(accepted)
+    for name in names:
+        if name in accepted:
+            continue
+        if name == "unclipped_num_std":
+            raise TypeError(
+                f"unclipped_num_std does not apply to clipping={clipping!r}: SlaClip needs no "
+                "extra noisy count. Remove it."
+            )
+        nearest = difflib.get_close_matches(name, accepted, n=1, cutoff=0.0)[0]
+        raise TypeError(
+            f"make_private got an unexpected keyword argument {name!r} for clipping={clipping!r}. "
+            f"Did you mean {nearest!r}? Accepted options are {', '.join(OPTIONS)}."
+        )
+
+
+def refuse_only_ours(names: Iterable[str], *, clipping: str) -> None:
+    """Raise a ``TypeError`` if an option that only SlaClip has is given to another clipping."""
+    for name in ONLY_OURS:
+        if name in names:
+            raise TypeError(
+                f"{name} does not apply to clipping={clipping!r}. Remove it, or use one of "
+                f"{sorted(CONTROLLERS)}."
+            )
+
+
+def resolve_options(
+    clipping: str, options: Mapping[str, Any], *, max_grad_norm: Any
+) -> dict[str, Any]:
+    """Check the options and turn them into arguments of our optimizers.
+
+    Args:
+        clipping: "slaclip" or "slaclip-q".
+        options: Those of ``OPTIONS`` that were given.
+        max_grad_norm: Initial threshold, checked against the bounds.
+
+    Returns:
+        ``num_slots``, ``controller``, ``min_clipbound`` and ``max_clipbound``.
+
+    Raises:
+        TypeError, ValueError: If a value is not valid or an option does not apply.
+    """
+    num_slots = options.get("num_slots")
+    low, high = check_clip_bounds(
+        options.get("min_clipbound", DEFAULT_CLIP_BOUNDS[0]),
+        options.get("max_clipbound", DEFAULT_CLIP_BOUNDS[1]),
+    )
+    check_clip_norm(max_grad_norm, low, high)
+    return {
+        "num_slots": None if num_slots is None else check_num_slots(num_slots),
+        "controller": _resolve_controller(clipping, options),
+        "min_clipbound": low,
+        "max_clipbound": high,
+    }
+
+
+def _resolve_controller(clipping: str, options: Mapping[str, Any]) -> Controller:
+    given = [name for name in _CONTROLLER_OPTIONS if name in options]
+    controller: Controller | None = options.get("controller")
+    if controller is not None:
+        if given:
+            raise TypeError(
+                f"controller and {given[0]} exclude each other: the controller takes the place of "
+                "rate and quantile. Set them on the controller, or leave it out."
+            )
+        if not callable(controller):
+            raise TypeError(
+                f"controller must be callable as (clip_norm, indicator) -> float, got "
+                f"{controller!r}. Pass one of opacus_slaclip's controllers or a function."
+            )
+        return controller
+    if clipping == "slaclip" and "target_unclipped_quantile" in given:
+        raise TypeError(
+            "target_unclipped_quantile does not apply to clipping='slaclip', which finds its own "
+            "target. Remove it, or use clipping='slaclip-q'."
+        )
+    return CONTROLLERS[clipping](**{name: options[name] for name in given})

@@ -1,0 +1,52 @@
+"""Keep sums that a guarantee rests on in full float32, whatever the caller has switched on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type to hold norms and sums of ``dtype`` in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@contextmanager
+def full_precision(device_type: str) -> Iterator[None]:
+    """Run a block without autocast and without TF32 or bfloat16 inside float32 kernels.
+
+    Summing clipped gradients in 8 or 10 bits of mantissa is not a rounding detail: one sample can
+    then move the sum by several times the threshold.
+    """
+    with ExitStack() as stack:
+        if torch.is_autocast_enabled(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(_ieee_float32())
+        yield
+
+
+@contextmanager
+def _ieee_float32() -> Iterator[None]:
+    backends: Any = torch.backends
+    if hasattr(backends.cuda.matmul, "fp32_precision"):
+        switches = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul]
+        reduced = [(s, s.fp32_precision) for s in switches if s.fp32_precision in ("tf32", "bf16")]
+        for switch, _ in reduced:
+            switch.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            for switch, before in reduced:
+                switch.fp32_precision = before
+    else:  # torch < 2.9
+        matmul, conv = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+        torch.set_float32_matmul_precision("highest")
+        backends.cudnn.allow_tf32 = False
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(matmul)
+            backends.cudnn.allow_tf32 = conv

@@ -1,0 +1,31 @@
+"""Opacus's optimizers with the slack release mixed in, one class a family."""
+
+from __future__ import annotations
+
+from opacus_slaclip.optimizers.grad_sample import SlaClipDPOptimizer
+from opacus_slaclip.optimizers.release import SlackReleaseMixin
+
+__all__ = ["SlaClipDPOptimizer", "SlackReleaseMixin", "get_optimizer_class"]
+
+_OPTIMIZERS = {
+    ("hooks", False): SlaClipDPOptimizer,
+    ("functorch", False): SlaClipDPOptimizer,
+    ("ew", False): SlaClipDPOptimizer,
+    ("no_op", False): SlaClipDPOptimizer,
+}
+
+
+def get_optimizer_class(*, grad_sample_mode: str, distributed: bool) -> type[SlackReleaseMixin]:
+    """Return the optimizer of a mode.
+
+    Raises:
+        ValueError: If SlaClip does not support the mode.
+    """
+    try:
+        return _OPTIMIZERS[grad_sample_mode, distributed]
+    except KeyError:
+        where = "distributed" if distributed else "in one process"
+        raise ValueError(
+            f"grad_sample_mode={grad_sample_mode!r} {where} is not supported with SlaClip. Use one "
+            f"of {sorted({mode for mode, many in _OPTIMIZERS if many == distributed})}."
+        ) from None

@@ -1,0 +1,92 @@
+"""SlaClip where per-sample gradients are at hand: modes "hooks", "functorch", "ew" and "no_op"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer
+
+from opacus_slaclip import _opacus
+from opacus_slaclip._precision import accumulation_dtype
+from opacus_slaclip.optimizers.release import SlackReleaseMixin
+from opacus_slaclip.slack import clip_factors
+
+
+def per_sample_norms(grad_samples: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of each sample's whole gradient, in float32 or better.
+
+    Args:
+        grad_samples: One tensor a parameter, shape (B, *parameter).
+
+    Returns:
+        Norms, shape (B,), on the device of the first tensor: Opacus's, bit for bit, where the
+        gradients are float32 or float64.
+    """
+    device = grad_samples[0].device
+    if len(grad_samples[0]) == 0:
+        return torch.zeros(0, device=device, dtype=accumulation_dtype(grad_samples[0].dtype))
+    norms = [
+        g.reshape(len(g), -1).norm(2, dim=-1, dtype=accumulation_dtype(g.dtype)).to(device)
+        for g in grad_samples
+    ]
+    total: torch.Tensor = torch.stack(norms, dim=1).norm(2, dim=1)
+    return total
+
+
+class SlaClipDPOptimizer(SlackReleaseMixin, DPOptimizer):
+    """:class:`opacus.optimizers.DPOptimizer` with the slack release and an adaptive threshold.
+
+    With :class:`~opacus_slaclip.FixedController` it takes the very steps of its parent, given the
+    same generator state before each step's noise, where gradients and parameters are float32 or
+    float64. In lower precision the parent sums clipped gradients in 8 bits; here norms, factors
+    and sums are float32 and only the noised result is cast.
+    """
+
+    def clip_and_accumulate(self) -> None:
+        """Clip each sample to ``max_grad_norm``; add gradients and slack to the private sums."""
+        params: list[Any] = self.params
+        for p in params:
+            _opacus.check_not_processed(p.grad_sample)
+            _opacus.check_not_processed(p.summed_grad)
+        grad_samples = self.grad_samples
+        norms = per_sample_norms(grad_samples)
+        factors = clip_factors(norms, clip_norm=self.max_grad_norm)
+        finite = norms.isfinite()
+        is_finite = bool(finite.all())
+        if not is_finite:
+            self._warn_nonfinite_once()
+            factors = torch.where(finite, factors, 0.0)
+        for p, grad_sample in zip(params, grad_samples, strict=True):
+            # 0 * NaN is NaN, so a bad sample has to be taken out, not scaled away.
+            kept = grad_sample if is_finite else _zero_unless(finite, grad_sample)
+            kept = kept.to(accumulation_dtype(p.dtype))
+            clipped = torch.einsum("i,i...", factors.to(kept.device, kept.dtype), kept)
+            if p.summed_grad is None:
+                p.summed_grad = clipped
+            else:
+                p.summed_grad += clipped
+            _opacus.mark_processed(p.grad_sample)
+        self._accumulate_slack(norms)
+
+    def _add_gradient_noise(self) -> None:
+        params: list[Any] = self.params
+        if all(p.summed_grad.dtype == p.dtype for p in params):
+            super()._add_gradient_noise()
+            return
+        # The parent would assign a float32 gradient to a low-precision parameter, which raises.
+        for p in params:
+            _opacus.check_not_processed(p.summed_grad)
+            noise = _opacus.generate_noise(
+                std=self.noise_multiplier * self.max_grad_norm,
+                reference=p.summed_grad,
+                generator=self.generator,
+                secure_mode=self.secure_mode,
+            )
+            p.grad = (p.summed_grad + noise).to(p.dtype).view_as(p)
+            _opacus.mark_processed(p.summed_grad)
+
+
+def _zero_unless(keep: torch.Tensor, grad_sample: torch.Tensor) -> torch.Tensor:
+    shape = (-1,) + (1,) * (grad_sample.dim() - 1)
+    return torch.where(keep.to(grad_sample.device).view(shape), grad_sample, 0.0)

@@ -1,0 +1,217 @@
+"""A drop-in :class:`opacus.PrivacyEngine` that adds ``clipping="slaclip"`` and ``"slaclip-q"``."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import opacus
+from opacus.accountants.utils import get_noise_multiplier
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from opacus_slaclip._options import (
+    CONTROLLERS,
+    OPTIONS,
+    check_names,
+    refuse_only_ours,
+    resolve_options,
+)
+from opacus_slaclip._validate import (
+    check_expected_batch_size,
+    check_noise_multiplier,
+    check_noise_scale,
+)
+from opacus_slaclip.optimizers import SlackReleaseMixin, get_optimizer_class
+
+# What make_private_with_epsilon hands on to Opacus's calibration and accountants.
+_ACCOUNTING_EXTRAS = ("epsilon_tolerance", "alphas", "poisson", "eps_error", "delta_error")
+_MAKE_PRIVATE = inspect.signature(opacus.PrivacyEngine.make_private)
+_MAKE_PRIVATE_NAMES = {
+    name
+    for name, parameter in _MAKE_PRIVATE.parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+
+
+class PrivacyEngine(opacus.PrivacyEngine):
+    """Opacus's engine with SlaClip: an adaptive threshold at the privacy cost of plain DP-SGD.
+
+    Everything else (accountants, modules, loaders, checkpoints) is Opacus's own, and every
+    clipping value that Opacus knows goes through unchanged.
+
+    Example:
+        >>> engine = PrivacyEngine()
+        >>> model, optimizer, loader = engine.make_private(
+        ...     module=model, optimizer=optimizer, data_loader=loader,
+        ...     noise_multiplier=1.0, max_grad_norm=1.0, clipping="slaclip",
+        ... )
+        >>> optimizer.max_grad_norm    # C_t
+        >>> optimizer.slack_indicator  # the last release
+    """
+
+    def make_private(self, *, clipping: str = "flat", **kwargs: Any) -> Any:
+        """Make module, optimizer and loader private; see :meth:`opacus.PrivacyEngine.make_private`.
+
+        With ``clipping="slaclip"`` (the paper's controller) or ``"slaclip-q"`` (a fixed target
+        quantile), ``max_grad_norm`` is the initial threshold ``C_0`` and these options apply.
+        Called again on the objects it returned, training goes on at the adapted threshold if
+        ``max_grad_norm`` is the value they were first made with.
+
+        Args:
+            clipping: "slaclip", "slaclip-q" or a value of Opacus's.
+            num_slots: Number of slots ``K``, a positive int; default
+                :func:`~opacus_slaclip.recommended_num_slots` (slaclip values only).
+            clipbound_learning_rate: ``eta``, how fast the threshold moves; default 0.2.
+            target_unclipped_quantile: Target fraction of unclipped samples in (0, 1); default 0.5
+                ("slaclip-q" only).
+            min_clipbound: Lower bound of the threshold, in gradient-norm units; default 0.1.
+            max_clipbound: Upper bound of the threshold, in gradient-norm units; default 50.
+            controller: Any callable ``(clip_norm, indicator) -> next clip_norm``, in the place of
+                rate and quantile.
+            **kwargs: Opacus's own arguments.
+
+        Returns:
+            What Opacus returns: (module, optimizer, data_loader). The optimizer also has
+            ``slack_indicator``, ``num_slots``, ``num_releases`` and ``controller``.
+
+        Raises:
+            TypeError: For an unknown option (naming the nearest one) or one that does not apply.
+            ValueError: For a value out of range. In both cases nothing has been wrapped yet.
+        """
+        if clipping not in CONTROLLERS:
+            refuse_only_ours(kwargs, clipping=clipping)
+            return super().make_private(clipping=clipping, **kwargs)
+        check_names(kwargs, _MAKE_PRIVATE_NAMES | set(OPTIONS), clipping=clipping)
+        resolved = self._check(clipping, kwargs)
+        noise_multiplier = check_noise_multiplier(kwargs.get("noise_multiplier"))
+        for bound in ("min_clipbound", "max_clipbound"):
+            check_noise_scale(noise_multiplier, resolved[bound])
+        arguments = {name: kwargs[name] for name in kwargs if name not in OPTIONS}
+        return super().make_private(clipping=clipping, **arguments, **resolved)
+
+    def make_private_with_epsilon(self, *, clipping: str = "flat", **kwargs: Any) -> Any:
+        """Like :meth:`make_private`, with the noise calibrated to a budget by Opacus.
+
+        Args:
+            clipping: "slaclip", "slaclip-q" or a value of Opacus's.
+            **kwargs: As for :meth:`make_private`, with ``target_epsilon``, ``target_delta`` and
+                ``epochs`` in the place of ``noise_multiplier``; also ``epsilon_tolerance`` and the
+                accountants' ``alphas``, ``poisson``, ``eps_error``, ``delta_error``.
+
+        Returns:
+            What :meth:`make_private` returns.
+
+        Raises:
+            TypeError, ValueError: As :meth:`make_private`.
+        """
+        if clipping not in CONTROLLERS:
+            refuse_only_ours(kwargs, clipping=clipping)
+            return super().make_private_with_epsilon(clipping=clipping, **kwargs)
+        target = ("target_epsilon", "target_delta", "epochs")
+        accepted = (_MAKE_PRIVATE_NAMES - {"noise_multiplier"}) | set(OPTIONS)
+        check_names(kwargs, {*accepted, *target, *_ACCOUNTING_EXTRAS}, clipping=clipping)
+        missing = [name for name in target if name not in kwargs]
+        if missing:
+            raise TypeError(f"make_private_with_epsilon needs {', '.join(missing)}.")
+        self._check(clipping, {name: kwargs[name] for name in kwargs if name in accepted})
+        if len(self.accountant) > 0:
+            warnings.warn(
+                "This engine has already spent privacy budget; the calibrated noise assumes none, "
+                "so the total epsilon will exceed target_epsilon.",
+                stacklevel=2,
+            )
+        noise_multiplier = get_noise_multiplier(
+            sample_rate=1 / len(kwargs["data_loader"]),
+            accountant=self.accountant.mechanism(),
+            **{name: kwargs[name] for name in kwargs if name in (*target, *_ACCOUNTING_EXTRAS)},
+        )
+        return self.make_private(
+            clipping=clipping,
+            noise_multiplier=noise_multiplier,
+            **{name: kwargs[name] for name in kwargs if name in accepted},
+        )
+
+    def _check(self, clipping: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Check all but the noise before anything is wrapped; return our options, resolved."""
+        arguments = _MAKE_PRIVATE.bind_partial(self, **_opacus_arguments(kwargs))
+        arguments.apply_defaults()
+        values = arguments.arguments
+        for name in ("module", "optimizer", "data_loader"):
+            if name not in values:
+                raise TypeError(f"make_private needs {name}.")
+        if values["loss_reduction"] not in ("mean", "sum"):
+            raise ValueError(
+                f"loss_reduction must be 'mean' or 'sum', got {values['loss_reduction']!r}. Pass "
+                "the reduction of your criterion."
+            )
+        mode = values["grad_sample_mode"]
+        get_optimizer_class(grad_sample_mode=mode, distributed=_is_distributed(values["module"]))
+        options = {name: kwargs[name] for name in kwargs if name in OPTIONS}
+        resolved = resolve_options(clipping, options, max_grad_norm=kwargs.get("max_grad_norm"))
+        poisson_sampling = bool(values["poisson_sampling"])
+        check_expected_batch_size(_expected_batch_size(values["data_loader"], poisson_sampling))
+        if mode == "ew" and poisson_sampling and not values["rand_on_empty"]:
+            warnings.warn(
+                "grad_sample_mode='ew' raises on the empty batches that Poisson sampling can draw. "
+                "Use 'hooks', or pass rand_on_empty=True, which lets a made-up sample take part.",
+                stacklevel=3,
+            )
+        return resolved
+
+    def _prepare_optimizer(
+        self,
+        *,
+        optimizer: Any,
+        clipping: str = "flat",
+        distributed: bool = False,
+        grad_sample_mode: str = "hooks",
+        noise_generator: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if clipping not in CONTROLLERS:
+            return super()._prepare_optimizer(
+                optimizer=optimizer,
+                clipping=clipping,
+                distributed=distributed,
+                grad_sample_mode=grad_sample_mode,
+                noise_generator=noise_generator,
+                **kwargs,
+            )
+        optimizer_class = get_optimizer_class(
+            grad_sample_mode=grad_sample_mode, distributed=distributed
+        )
+        is_private = isinstance(optimizer, opacus.optimizers.DPOptimizer)
+        private = optimizer_class(
+            optimizer=optimizer.original_optimizer if is_private else optimizer,
+            generator=self.secure_rng if self.secure_mode else noise_generator,
+            secure_mode=self.secure_mode,
+            **kwargs,
+        )
+        if isinstance(optimizer, SlackReleaseMixin):
+            private.continue_from(optimizer)
+        return private
+
+
+def _opacus_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in kwargs if name in _MAKE_PRIVATE_NAMES}
+
+
+def _is_distributed(module: Any) -> bool:
+    return isinstance(
+        module,
+        (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel, FSDPModule),
+    )
+
+
+def _expected_batch_size(data_loader: DataLoader[Any], poisson_sampling: bool) -> int:
+    """Return the expected logical batch size as Opacus will compute it, in samples."""
+    steps = len(data_loader)
+    if steps == 0:
+        raise ValueError("data_loader must yield at least one batch, got an empty one.")
+    if poisson_sampling:
+        steps = int(1 / (1 / steps))
+    return int(len(data_loader.dataset) * (1 / steps))  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""The README runs as it is written, and what the documents point at is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+SHELLS = {"bash", "console", "sh", "shell"}
+
+FENCE = re.compile(
+    r"^(?P<fence>`{3,})(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=fence)\s*$", re.M | re.S
+)
+LINK = re.compile(r"\]\(<?([^)\s>]+)>?[^)]*\)|(?:src|href)=\"([^\"]+)\"")
+ELSEWHERE = re.compile(r"[a-z][a-z+.-]*:|#")  # a URL with a scheme, or a place in the same document
+
+
+class Block(NamedTuple):
+    """A fenced code block and the number of the line before its first."""
+
+    language: str
+    code: str
+    line: int
+
+
+def blocks(document: str) -> list[Block]:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    return [
+        Block(match["language"], match["code"], text.count("\n", 0, match.start("code")))
+        for match in FENCE.finditer(text)
+    ]
+
+
+def shell_commands(document: str) -> list[str]:
+    lines = [
+        line.strip().removeprefix("$ ")
+        for block in blocks(document)
+        if block.language in SHELLS
+        for line in block.code.splitlines()
+    ]
+    return [re.split(r"(?:^|\s)#", line)[0] for line in lines]
+
+
+def relative_links(document: str) -> list[str]:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    prose = re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
+    targets = [markdown or html for markdown, html in LINK.findall(prose)]
+    return [target.split("#")[0] for target in targets if not ELSEWHERE.match(target)]
+
+
+def test_every_python_block_of_the_readme_runs_in_order(tmp_path, monkeypatch):
+    examples = [block for block in blocks("README.md") if block.language == "python"]
+    assert examples, "README.md shows no ```python block"
+    monkeypatch.chdir(tmp_path)  # an example may write files
+
+    namespace = {"__name__": "readme"}
+    for block in examples:
+        # The empty lines in front make a traceback show README.md's own line numbers.
+        source = "\n" * block.line + block.code
+        exec(compile(source, str(ROOT / "README.md"), "exec"), namespace)
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_every_make_target_shown_exists(document):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][\w-]*):", makefile, re.M))
+    shown = [
+        word
+        for command in shell_commands(document)
+        for call in re.findall(r"\bmake((?: +[^\s&|;]+)+)", command)
+        for word in call.split()
+        if re.fullmatch(r"[a-z][\w-]*", word)
+    ]
+
+    assert set(shown) <= targets
+    assert shown, f"{document} shows no make target"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_relative_link_and_image_exists(document):
+    broken = [target for target in relative_links(document) if not (ROOT / target).exists()]
+
+    assert broken == []
