@@ -219,7 +219,7 @@ class SlackReleaseMixin(DPOptimizer):
         self._release_slack()
 
     def _add_gradient_noise(self) -> None:
-        super().add_noise()  # type: ignore[no-untyped-call]
+        super().add_noise()
 
     def _release_slack(self) -> None:
         sums = self._release.slot_sums
@@ -328,7 +328,7 @@ class SlackReleaseMixin(DPOptimizer):
         Only released values: the threshold, ``K``, the number of releases, the controller's state.
         """
         self._mirror()
-        state: dict[str, Any] = super().state_dict()  # type: ignore[no-untyped-call]
+        state: dict[str, Any] = super().state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
