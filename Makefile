@@ -28,7 +28,8 @@ format: $(VENV)/.dev  ## apply what the linter can fix by itself
 	$(VENV)/bin/ruff format
 
 build: $(VENV)/.dev  ## build the sdist, and the wheel from it, into dist/
-	$(VENV)/bin/python -m build --outdir "$(DIST)"
+	rm -rf *.egg-info  # its list of files would outlive a change of MANIFEST.in
+	$(VENV)/bin/python -m build --quiet --outdir "$(DIST)"
 
 ci:  ## everything a change must pass
 	.ci/run

@@ -45,6 +45,22 @@ def last_step_was_skipped(optimizer: Any) -> bool:
     return bool(optimizer._is_last_step_skipped)
 
 
+def next_step_is_skipped(optimizer: Any) -> bool:
+    """Whether the next step only accumulates a physical batch."""
+    return bool(optimizer._check_skip_next_step(pop_next=False))
+
+
+def clear_skip_queue(optimizer: Any) -> None:
+    """Forget announced physical batches."""
+    optimizer._step_skip_queue.clear()
+
+
+def delete_norm_sample(parameter: Any) -> None:
+    """Drop the private ghost norm that Opacus leaves on a parameter."""
+    if hasattr(parameter, "_norm_sample"):
+        del parameter._norm_sample
+
+
 def forget_skipped_step(optimizer: Any) -> None:
     """Put the optimizer back at the boundary between two logical batches."""
     optimizer._is_last_step_skipped = False

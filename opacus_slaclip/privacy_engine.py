@@ -8,11 +8,11 @@ from typing import Any
 
 import opacus
 from opacus.accountants.utils import get_noise_multiplier
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from opacus_slaclip._modes import GHOST_MODES, check_mode
 from opacus_slaclip._options import (
     CONTROLLERS,
     OPTIONS,
@@ -25,7 +25,9 @@ from opacus_slaclip._validate import (
     check_noise_multiplier,
     check_noise_scale,
 )
+from opacus_slaclip.ghost_modules import GhostLoss, prepare_ghost_module
 from opacus_slaclip.optimizers import SlackReleaseMixin, get_optimizer_class
+from opacus_slaclip.sampling import DistributedPoissonSampler, replace_batch_sampler
 
 # What make_private_with_epsilon hands on to Opacus's calibration and accountants.
 _ACCOUNTING_EXTRAS = ("epsilon_tolerance", "alphas", "poisson", "eps_error", "delta_error")
@@ -53,6 +55,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         >>> optimizer.slack_indicator  # the last release
     """
 
+    # The module that make_private is making private with SlaClip: its hooks are not told either.
+    _slaclip_module: nn.Module | None = None
+
     def make_private(self, *, clipping: str = "flat", **kwargs: Any) -> Any:
         """Make module, optimizer and loader private; see :meth:`opacus.PrivacyEngine.make_private`.
 
@@ -75,12 +80,14 @@ class PrivacyEngine(opacus.PrivacyEngine):
             **kwargs: Opacus's own arguments.
 
         Returns:
-            What Opacus returns: (module, optimizer, data_loader). The optimizer also has
-            ``slack_indicator``, ``num_slots``, ``num_releases`` and ``controller``.
+            What Opacus returns: (module, optimizer, data_loader), in ghost modes (module,
+            optimizer, criterion, data_loader). The optimizer also has ``slack_indicator``,
+            ``num_slots``, ``num_releases`` and ``controller``.
 
         Raises:
             TypeError: For an unknown option (naming the nearest one) or one that does not apply.
-            ValueError: For a value out of range. In both cases nothing has been wrapped yet.
+            ValueError: For a value out of range, or a mode in which the guarantee could not be
+                kept. In both cases nothing has been wrapped yet.
         """
         if clipping not in CONTROLLERS:
             refuse_only_ours(kwargs, clipping=clipping)
@@ -91,7 +98,11 @@ class PrivacyEngine(opacus.PrivacyEngine):
         for bound in ("min_clipbound", "max_clipbound"):
             check_noise_scale(noise_multiplier, resolved[bound])
         arguments = {name: kwargs[name] for name in kwargs if name not in OPTIONS}
-        return super().make_private(clipping=clipping, **arguments, **resolved)
+        self._slaclip_module = kwargs["module"]
+        try:
+            return super().make_private(clipping=clipping, **arguments, **resolved)
+        finally:
+            self._slaclip_module = None
 
     def make_private_with_epsilon(self, *, clipping: str = "flat", **kwargs: Any) -> Any:
         """Like :meth:`make_private`, with the noise calibrated to a budget by Opacus.
@@ -137,30 +148,54 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
     def _check(self, clipping: str, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Check all but the noise before anything is wrapped; return our options, resolved."""
-        arguments = _MAKE_PRIVATE.bind_partial(self, **_opacus_arguments(kwargs))
-        arguments.apply_defaults()
-        values = arguments.arguments
+        opacus_arguments = {name: kwargs[name] for name in kwargs if name in _MAKE_PRIVATE_NAMES}
+        bound = _MAKE_PRIVATE.bind_partial(self, **opacus_arguments)
+        bound.apply_defaults()
+        arguments = bound.arguments
         for name in ("module", "optimizer", "data_loader"):
-            if name not in values:
+            if name not in arguments:
                 raise TypeError(f"make_private needs {name}.")
-        if values["loss_reduction"] not in ("mean", "sum"):
-            raise ValueError(
-                f"loss_reduction must be 'mean' or 'sum', got {values['loss_reduction']!r}. Pass "
-                "the reduction of your criterion."
-            )
-        mode = values["grad_sample_mode"]
-        get_optimizer_class(grad_sample_mode=mode, distributed=_is_distributed(values["module"]))
         options = {name: kwargs[name] for name in kwargs if name in OPTIONS}
         resolved = resolve_options(clipping, options, max_grad_norm=kwargs.get("max_grad_norm"))
-        poisson_sampling = bool(values["poisson_sampling"])
-        check_expected_batch_size(_expected_batch_size(values["data_loader"], poisson_sampling))
-        if mode == "ew" and poisson_sampling and not values["rand_on_empty"]:
-            warnings.warn(
-                "grad_sample_mode='ew' raises on the empty batches that Poisson sampling can draw. "
-                "Use 'hooks', or pass rand_on_empty=True, which lets a made-up sample take part.",
-                stacklevel=3,
-            )
+        check_expected_batch_size(
+            _expected_batch_size(arguments["data_loader"], bool(arguments["poisson_sampling"]))
+        )
+        check_mode(arguments)
         return resolved
+
+    # ---- what Opacus's make_private calls --------------------------------------------------
+
+    def _prepare_model(
+        self, module: nn.Module, *, grad_sample_mode: str = "hooks", **kwargs: Any
+    ) -> Any:
+        if self._slaclip_module is None or grad_sample_mode not in GHOST_MODES:
+            return super()._prepare_model(module, grad_sample_mode=grad_sample_mode, **kwargs)
+        self.validate(module=module, optimizer=None, data_loader=None)
+        return prepare_ghost_module(module, grad_sample_mode=grad_sample_mode, **kwargs)
+
+    def _prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        *,
+        poisson_sampling: bool,
+        distributed: bool,
+        **kwargs: Any,
+    ) -> Any:
+        private = super()._prepare_data_loader(
+            data_loader, poisson_sampling=poisson_sampling, distributed=distributed, **kwargs
+        )
+        if self._slaclip_module is not None and poisson_sampling and distributed:
+            sampler: Any = private.batch_sampler
+            replace_batch_sampler(
+                private,
+                DistributedPoissonSampler(
+                    total_size=sampler.total_size,
+                    sample_rate=sampler.sample_rate,
+                    generator=sampler.generator,
+                    secure=self.secure_mode,
+                ),
+            )
+        return private
 
     def _prepare_optimizer(
         self,
@@ -185,26 +220,37 @@ class PrivacyEngine(opacus.PrivacyEngine):
             grad_sample_mode=grad_sample_mode, distributed=distributed
         )
         is_private = isinstance(optimizer, opacus.optimizers.DPOptimizer)
-        private = optimizer_class(
+        private: Any = optimizer_class(
             optimizer=optimizer.original_optimizer if is_private else optimizer,
             generator=self.secure_rng if self.secure_mode else noise_generator,
             secure_mode=self.secure_mode,
             **kwargs,
         )
+        if isinstance(self._slaclip_module, DistributedDataParallel):
+            private.backward_synchronizes = True
         if isinstance(optimizer, SlackReleaseMixin):
             private.continue_from(optimizer)
         return private
 
-
-def _opacus_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: kwargs[name] for name in kwargs if name in _MAKE_PRIVATE_NAMES}
-
-
-def _is_distributed(module: Any) -> bool:
-    return isinstance(
-        module,
-        (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel, FSDPModule),
-    )
+    def _prepare_criterion(
+        self,
+        *,
+        module: Any,
+        optimizer: Any,
+        criterion: Any,
+        loss_reduction: str = "mean",
+        **kwargs: Any,
+    ) -> Any:
+        if self._slaclip_module is None:
+            return super()._prepare_criterion(
+                module=module,
+                optimizer=optimizer,
+                criterion=criterion,
+                loss_reduction=loss_reduction,
+                **kwargs,
+            )
+        module.bind(optimizer)
+        return GhostLoss(module, optimizer, criterion, loss_reduction)
 
 
 def _expected_batch_size(data_loader: DataLoader[Any], poisson_sampling: bool) -> int:

@@ -85,3 +85,11 @@ def test_every_relative_link_and_image_exists(document):
     broken = [target for target in relative_links(document) if not (ROOT / target).exists()]
 
     assert broken == []
+
+
+def test_the_architecture_picture_names_every_module():
+    [picture] = [block.code for block in blocks("CONTRIBUTING.md") if block.language == "text"]
+    named = set(re.findall(r"\w+\.py\b", picture))
+    modules = {file.name for file in (ROOT / "opacus_slaclip").rglob("*.py")} - {"__init__.py"}
+
+    assert named == modules

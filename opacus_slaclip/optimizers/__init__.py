@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from opacus_slaclip.optimizers.distributed import (
+    SlaClipDistributedDPOptimizer,
+    SlaClipDistributedDPOptimizerFastGradientClipping,
+    SlaClipFSDPOptimizerFastGradientClipping,
+)
+from opacus_slaclip.optimizers.ghost import SlaClipDPOptimizerFastGradientClipping
 from opacus_slaclip.optimizers.grad_sample import SlaClipDPOptimizer
 from opacus_slaclip.optimizers.release import SlackReleaseMixin
 
-__all__ = ["SlaClipDPOptimizer", "SlackReleaseMixin", "get_optimizer_class"]
+__all__ = [
+    "SlaClipDPOptimizer",
+    "SlaClipDPOptimizerFastGradientClipping",
+    "SlaClipDistributedDPOptimizer",
+    "SlaClipDistributedDPOptimizerFastGradientClipping",
+    "SlaClipFSDPOptimizerFastGradientClipping",
+    "SlackReleaseMixin",
+    "get_optimizer_class",
+]
 
-_OPTIMIZERS = {
+_OPTIMIZERS: dict[tuple[str, bool], type[SlackReleaseMixin]] = {
     ("hooks", False): SlaClipDPOptimizer,
     ("functorch", False): SlaClipDPOptimizer,
     ("ew", False): SlaClipDPOptimizer,
     ("no_op", False): SlaClipDPOptimizer,
+    ("ghost", False): SlaClipDPOptimizerFastGradientClipping,
+    ("hooks", True): SlaClipDistributedDPOptimizer,
+    ("functorch", True): SlaClipDistributedDPOptimizer,
+    ("ew", True): SlaClipDistributedDPOptimizer,
+    ("no_op", True): SlaClipDistributedDPOptimizer,
+    ("ghost", True): SlaClipDistributedDPOptimizerFastGradientClipping,
+    ("ghost_fsdp", True): SlaClipFSDPOptimizerFastGradientClipping,
 }
 
 

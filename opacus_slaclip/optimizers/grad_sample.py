@@ -69,22 +69,32 @@ class SlaClipDPOptimizer(SlackReleaseMixin, DPOptimizer):
             _opacus.mark_processed(p.grad_sample)
         self._accumulate_slack(norms)
 
+    def _has_fresh_gradient(self) -> bool:
+        return any(getattr(p, "grad_sample", None) is not None for p in self.params)
+
     def _add_gradient_noise(self) -> None:
-        params: list[Any] = self.params
-        if all(p.summed_grad.dtype == p.dtype for p in params):
+        if not self._is_low_precision():
             super()._add_gradient_noise()
             return
         # The parent would assign a float32 gradient to a low-precision parameter, which raises.
+        params: list[Any] = self.params
         for p in params:
             _opacus.check_not_processed(p.summed_grad)
-            noise = _opacus.generate_noise(
-                std=self.noise_multiplier * self.max_grad_norm,
-                reference=p.summed_grad,
-                generator=self.generator,
-                secure_mode=self.secure_mode,
-            )
-            p.grad = (p.summed_grad + noise).to(p.dtype).view_as(p)
+            p.grad = self._low_precision_gradient(p.summed_grad).to(p.dtype).view_as(p)
             _opacus.mark_processed(p.summed_grad)
+
+    def _is_low_precision(self) -> bool:
+        return any(accumulation_dtype(p.dtype) != p.dtype for p in self.params)
+
+    def _low_precision_gradient(self, summed_grad: torch.Tensor) -> torch.Tensor:
+        """Return the noised float32 sum that is then cast to the parameter's precision."""
+        noise = _opacus.generate_noise(
+            std=self.noise_multiplier * self.max_grad_norm,
+            reference=summed_grad,
+            generator=self.generator,
+            secure_mode=self.secure_mode,
+        )
+        return summed_grad + noise
 
 
 def _zero_unless(keep: torch.Tensor, grad_sample: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,140 @@
+"""What SlaClip refuses, and why: checked before anything is wrapped."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.grad_sample import AbstractGradSampleModule
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from opacus_slaclip._precision import accumulation_dtype
+from opacus_slaclip.ghost_modules import GhostClippingMixin
+from opacus_slaclip.optimizers import get_optimizer_class
+from opacus_slaclip.sampling import is_distributed_sampler
+
+GHOST_MODES = ("ghost", "ghost_fsdp")
+_DISTRIBUTED = (
+    DifferentiallyPrivateDistributedDataParallel,
+    DistributedDataParallel,
+    FSDPModule,
+)
+
+
+def is_distributed(module: nn.Module) -> bool:
+    """Whether Opacus takes ``module`` for a distributed one."""
+    return isinstance(module, _DISTRIBUTED)
+
+
+def check_mode(arguments: Mapping[str, Any]) -> None:
+    """Check that SlaClip can keep its guarantee with these arguments of ``make_private``.
+
+    Raises:
+        ValueError: If it cannot, saying why and what to use instead.
+    """
+    module, mode = arguments["module"], arguments["grad_sample_mode"]
+    get_optimizer_class(grad_sample_mode=mode, distributed=is_distributed(module))
+    if arguments["loss_reduction"] not in ("mean", "sum"):
+        raise ValueError(
+            f"loss_reduction must be 'mean' or 'sum', got {arguments['loss_reduction']!r}. Pass "
+            "the reduction of your criterion."
+        )
+    _check_wrapping(module, mode)
+    if is_distributed(module):
+        _check_distributed(arguments)
+    if mode in GHOST_MODES:
+        _check_ghost(module, arguments["optimizer"])
+    _warn_of_empty_batches(arguments)
+
+
+def _check_wrapping(module: nn.Module, mode: str) -> None:
+    if isinstance(module, AbstractGradSampleModule):
+        if is_distributed(module._module):
+            raise ValueError(
+                "module must be the distributed module itself, not its private wrapper, or the "
+                "optimizer would not reduce over the ranks. Pass module.to_standard_module()."
+            )
+        if mode in GHOST_MODES and not isinstance(module, GhostClippingMixin):
+            raise ValueError(
+                f"module must be plain, or wrapped by an earlier make_private with SlaClip and "
+                f"the same mode; got {type(module).__name__}. Pass module.to_standard_module()."
+            )
+    elif hasattr(module, "autograd_grad_sample_hooks"):
+        raise ValueError(
+            "module still has the hooks of an earlier make_private. Call cleanup() on what that "
+            "call returned (wrap_model=False), or pass that wrapper itself."
+        )
+
+
+def _check_distributed(arguments: Mapping[str, Any]) -> None:
+    module, mode = arguments["module"], arguments["grad_sample_mode"]
+    if isinstance(module, FSDPModule) != (mode == "ghost_fsdp"):
+        raise ValueError(
+            f"grad_sample_mode={mode!r} does not go with {type(module).__name__}. Use "
+            "'ghost_fsdp' with FSDP2 modules, and only with them."
+        )
+    if mode == "ghost_fsdp" and arguments["loss_reduction"] == "sum":
+        raise ValueError(
+            "loss_reduction='sum' does not go with grad_sample_mode='ghost_fsdp': FSDP2 averages "
+            "the gradients over the ranks, but not the noise. Use loss_reduction='mean'."
+        )
+    if not arguments["poisson_sampling"] and not is_distributed_sampler(arguments["data_loader"]):
+        raise ValueError(
+            "data_loader must have a distributed sampler if poisson_sampling=False: otherwise one "
+            "sample enters on every rank and moves the sum by several thresholds. Pass "
+            "sampler=torch.utils.data.DistributedSampler(dataset), or use Poisson sampling."
+        )
+
+
+def _check_ghost(module: nn.Module, optimizer: Any) -> None:
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    held = set(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    left_out = sorted(name for name, p in trainable.items() if p not in held)
+    if left_out:
+        raise ValueError(
+            f"optimizer must hold every trainable parameter in ghost mode, where all of them are "
+            f"in the norm; {left_out} are not. Freeze them, add them, or use "
+            "grad_sample_mode='hooks'."
+        )
+    low = sorted(name for name, p in trainable.items() if accumulation_dtype(p.dtype) != p.dtype)
+    if low:
+        raise ValueError(
+            f"module must be float32 or float64 in ghost mode: the second backward pass would "
+            f"round the clipped sums of {low} to 8 bits, which the noise does not cover. Use "
+            "grad_sample_mode='hooks', which sums in float32."
+        )
+    owners = Counter(
+        id(p)
+        for layer in module.modules()
+        if type(layer) in GhostClippingMixin.NORM_SAMPLERS
+        for p in layer.parameters(recurse=False)
+    )
+    tied = sorted(name for name, p in trainable.items() if owners[id(p)] > 1)
+    if tied:
+        raise ValueError(
+            f"module must not share parameters between layers in ghost mode, whose norms are "
+            f"those of single layers; {tied} are shared. Use grad_sample_mode='hooks'."
+        )
+
+
+def _warn_of_empty_batches(arguments: Mapping[str, Any]) -> None:
+    if not arguments["poisson_sampling"]:
+        return
+    if arguments["rand_on_empty"]:
+        warnings.warn(
+            "rand_on_empty=True puts a made-up sample into an empty batch; it takes part in the "
+            "gradient and the slack like a real one. That costs accuracy, not privacy.",
+            stacklevel=5,
+        )
+    elif arguments["grad_sample_mode"] == "ew":
+        warnings.warn(
+            "grad_sample_mode='ew' raises on the empty batches that Poisson sampling can draw. "
+            "Use 'hooks', or pass rand_on_empty=True, which lets a made-up sample take part.",
+            stacklevel=5,
+        )

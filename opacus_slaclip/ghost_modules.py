@@ -1,0 +1,276 @@
+"""Opacus's ghost-clipping modules and hooks, bound to the optimizer that owns the threshold."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from typing import Any
+
+import torch
+from opacus.grad_sample import (
+    AbstractGradSampleModule,
+    GradSampleHooksFastGradientClipping,
+    GradSampleHooksFastGradientClippingFSDP,
+    GradSampleModuleFastGradientClipping,
+    GradSampleModuleFastGradientClippingFSDP,
+)
+from opacus.utils.fast_gradient_clipping_utils import (
+    DPLossFastGradientClipping,
+    DPTensorFastGradientClipping,
+)
+from torch import nn
+
+from opacus_slaclip import _opacus
+from opacus_slaclip._precision import accumulation_dtype, full_precision
+from opacus_slaclip.ghost_norms import embedding_norm_sample, linear_norm_sample
+from opacus_slaclip.optimizers.ghost import GhostReleaseMixin
+from opacus_slaclip.optimizers.threshold import ReleaseState
+from opacus_slaclip.slack import clip_factors
+
+_HOOKS_INSTEAD = "Use grad_sample_mode='hooks', which sums clipped gradients in float32."
+
+
+class GhostClippingMixin(GradSampleHooksFastGradientClipping):
+    """Clips at the optimizer's threshold, by norms that cover exactly what is summed.
+
+    Differs from Opacus's parent: the threshold is the optimizer's own, not a copy; the set of
+    trainable parameters may not change unnoticed; ghost norms of sequences are upper bounds; a
+    layer that ran in bfloat16 is refused, since the second backward pass then sums in 8 bits.
+    """
+
+    NORM_SAMPLERS: Any = ChainMap(  # noqa: RUF012 # declared so by the parent
+        {nn.Linear: linear_norm_sample, nn.Embedding: embedding_norm_sample},
+        GradSampleHooksFastGradientClipping.NORM_SAMPLERS,
+    )
+    _state: ReleaseState | None = None
+    _initial_max_grad_norm: float = 1.0
+    _trainable_names: frozenset[str] = frozenset()
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The optimizer's threshold; set it there."""
+        return self._initial_max_grad_norm if self._state is None else self._state.clip_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        if self._state is not None and value != self._state.clip_norm:
+            raise AttributeError(
+                f"max_grad_norm of the module follows the optimizer's, {self._state.clip_norm:g}, "
+                f"got {value!r}. Set optimizer.max_grad_norm instead."
+            )
+        self._initial_max_grad_norm = value
+
+    def bind(self, optimizer: GhostReleaseMixin) -> None:
+        """Follow the threshold of ``optimizer`` and report to it the norms that were clipped by.
+
+        Raises:
+            ValueError: If the optimizer does not hold exactly the trainable parameters.
+        """
+        self._trainable_names = frozenset(self._named_trainable())
+        self._state = optimizer._state
+
+    def _named_trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+
+    def get_clipping_coef(self) -> torch.Tensor:
+        """Return the clip factors of the batch, shape (B,), and hand its norms to the optimizer."""
+        norms = self.get_norm_sample()
+        if self._state is not None:
+            self._state.fresh_norms = norms.detach()
+            self._state.fresh_clip_norm = self._state.clip_norm
+        return clip_factors(norms, clip_norm=self.max_grad_norm)
+
+    def get_norm_sample(self) -> torch.Tensor:
+        """Return the norms of the batch, shape (B,), once, if they cover what is summed.
+
+        Raises:
+            ValueError: If a parameter was frozen or unfrozen since ``make_private``, or a
+                trainable layer took no part in the backward pass.
+        """
+        try:
+            self._check_coverage()
+            norms: torch.Tensor = super().get_norm_sample()
+        finally:
+            self._forget_norms()
+            self.per_sample_gradient_norms = None
+        return norms
+
+    def _check_coverage(self) -> None:
+        trainable = self._named_trainable()
+        changed = sorted(self._trainable_names.symmetric_difference(trainable))
+        if changed:
+            raise ValueError(
+                f"The trainable parameters must stay those of make_private in ghost mode, but "
+                f"requires_grad changed for {changed}. Undo that, or unwrap the module "
+                "(to_standard_module() or cleanup()) and call make_private again."
+            )
+        missing = self._without_norm()
+        if missing:
+            raise ValueError(
+                f"Every trainable parameter must take part in the backward pass in ghost mode, but "
+                f"{missing} had no gradient. Freeze it before make_private, use it in every "
+                "forward pass, or use grad_sample_mode='hooks'."
+            )
+
+    def _without_norm(self) -> list[str]:
+        return [n for n, p in self._named_trainable().items() if not hasattr(p, "_norm_sample")]
+
+    def _forget_norms(self) -> None:
+        for p in self._module.parameters():
+            _opacus.delete_norm_sample(p)
+
+    def capture_activations_hook(
+        self, module: nn.Module, forward_input: list[torch.Tensor], forward_output: torch.Tensor
+    ) -> None:
+        """Capture activations; refuse autocast, under which the batch sum would have 8 bits."""
+        is_recorded = module.training and torch.is_grad_enabled() and self.hooks_enabled
+        if is_recorded and torch.is_autocast_enabled(_device_type(module)):
+            raise ValueError(
+                f"Ghost clipping cannot run under autocast: the second backward pass of "
+                f"{type(module).__name__} would round the clipped batch sum to 8 bits, which the "
+                f"noise does not cover. {_HOOKS_INSTEAD} Or leave the autocast context."
+            )
+        super().capture_activations_hook(module, forward_input, forward_output)
+
+    def capture_backprops_hook(
+        self,
+        module: nn.Module,
+        _forward_input: torch.Tensor,
+        forward_output: torch.Tensor,
+        loss_reduction: str,
+        batch_first: bool,
+    ) -> None:
+        """Compute norms; refuse a layer that ran in low precision."""
+        if self.hooks_enabled:
+            dtype = forward_output[0].dtype
+            if accumulation_dtype(dtype) != dtype:
+                raise ValueError(
+                    f"Ghost clipping cannot run in {dtype}: the second backward pass of "
+                    f"{type(module).__name__} would round the clipped batch sum to 8 bits, which "
+                    f"the noise does not cover. {_HOOKS_INSTEAD}"
+                )
+        super().capture_backprops_hook(
+            module, _forward_input, forward_output, loss_reduction, batch_first
+        )
+
+
+class GhostClippingHooks(GhostClippingMixin, GradSampleHooksFastGradientClipping):
+    """Ghost clipping without a wrapper (``wrap_model=False``)."""
+
+
+class GhostClippingModule(GhostClippingMixin, GradSampleModuleFastGradientClipping):
+    """Ghost clipping as a wrapper around the module."""
+
+
+class _ShardedMixin(GhostClippingMixin):
+    """FSDP2 keeps norms on modules: its parameters come and go."""
+
+    def _layers(self) -> list[Any]:
+        return list(self.iterate_submodules(self._module))
+
+    def _without_norm(self) -> list[str]:
+        return [repr(layer) for layer in self._layers() if not hasattr(layer, "norm_sample")]
+
+    def _forget_norms(self) -> None:
+        for layer in self._layers():
+            if hasattr(layer, "norm_sample"):
+                del layer.norm_sample
+
+
+class ShardedGhostClippingHooks(_ShardedMixin, GradSampleHooksFastGradientClippingFSDP):
+    """Ghost clipping under FSDP2 without a wrapper."""
+
+
+class ShardedGhostClippingModule(_ShardedMixin, GradSampleModuleFastGradientClippingFSDP):
+    """Ghost clipping under FSDP2 as a wrapper around the module."""
+
+
+class GhostLossTensor(DPTensorFastGradientClipping):
+    """A loss whose ``backward()`` clips; in full float32, and safe against an error within."""
+
+    def backward(self) -> None:
+        """Run the two backward passes of ghost clipping."""
+        try:
+            with full_precision(self.loss_per_sample.device.type):
+                super().backward()  # type: ignore[no-untyped-call]
+        finally:
+            self.module.enable_hooks()
+
+
+def _keeping_class(name: str) -> Any:
+    operation = getattr(DPTensorFastGradientClipping, name)
+
+    def method(self: GhostLossTensor, *args: Any) -> GhostLossTensor:
+        result: Any = operation(self, *args)
+        result.__class__ = GhostLossTensor
+        return result  # type: ignore[no-any-return]
+
+    method.__doc__ = operation.__doc__
+    return method
+
+
+# Opacus's arithmetic names its own class.
+for _name in (
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__mul__",
+    "__rmul__",
+    "__truediv__",
+    "__neg__",
+):
+    setattr(GhostLossTensor, _name, _keeping_class(_name))
+
+
+class GhostLoss(DPLossFastGradientClipping):
+    """Wraps a criterion so that its loss clips when it is backpropagated."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> GhostLossTensor:
+        """Return the per-sample losses as one object with a ``backward()``."""
+        loss: Any = super().__call__(*args, **kwargs)
+        loss.__class__ = GhostLossTensor
+        return loss  # type: ignore[no-any-return]
+
+
+_CLASSES: dict[tuple[str, bool], type[GhostClippingMixin]] = {
+    ("ghost", True): GhostClippingModule,
+    ("ghost", False): GhostClippingHooks,
+    ("ghost_fsdp", True): ShardedGhostClippingModule,
+    ("ghost_fsdp", False): ShardedGhostClippingHooks,
+}
+
+
+def prepare_ghost_module(
+    module: nn.Module,
+    *,
+    grad_sample_mode: str,
+    wrap_model: bool,
+    batch_first: bool,
+    loss_reduction: str,
+    max_grad_norm: float,
+) -> GhostClippingMixin:
+    """Wrap ``module`` for ghost clipping, or return it if it is wrapped that way already.
+
+    Raises:
+        ValueError: If it is wrapped in another way.
+    """
+    ghost_class = _CLASSES[grad_sample_mode, wrap_model]
+    if not isinstance(module, AbstractGradSampleModule):
+        return ghost_class(
+            module,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            max_grad_norm=max_grad_norm,
+        )
+    found: Any = (type(module), module.batch_first, module.loss_reduction)
+    if found != (ghost_class, batch_first, loss_reduction):
+        raise ValueError(
+            f"module must be plain, or wrapped by an earlier make_private with the same clipping "
+            f"and arguments; got (class, batch_first, loss_reduction) = {found}, wanted "
+            f"{(ghost_class, batch_first, loss_reduction)}. Pass module.to_standard_module()."
+        )
+    return module  # type: ignore[return-value]
+
+
+def _device_type(module: nn.Module) -> str:
+    return next(module.parameters()).device.type

@@ -1,0 +1,76 @@
+"""SlaClip where gradients are clipped without being built: modes "ghost" and "ghost_fsdp"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizerFastGradientClipping
+
+from opacus_slaclip import _opacus
+from opacus_slaclip.optimizers.release import SlackReleaseMixin
+
+
+class GhostReleaseMixin(SlackReleaseMixin):
+    """Takes the norms that ``loss.backward()`` clipped by; refuses to step without them."""
+
+    def accumulate(self) -> None:
+        """Add the clipped gradients and the slack of one physical batch to the private sums.
+
+        Raises:
+            RuntimeError: If no backward pass came before, or it clipped at another threshold.
+        """
+        state = self._state
+        norms, state.fresh_norms = state.fresh_norms, None
+        if norms is None:
+            raise RuntimeError(
+                "step() needs a fresh backward pass in ghost mode. Call backward() on what the "
+                "criterion returned by make_private gives, then step()."
+            )
+        if state.fresh_clip_norm != state.clip_norm:
+            raise RuntimeError(
+                f"The gradients were clipped at {state.fresh_clip_norm}, but the noise would be "
+                f"scaled for {state.clip_norm:g}. Nothing was released; call zero_grad()."
+            )
+        params: list[Any] = self.params
+        if any(p.grad is None for p in params):
+            raise RuntimeError(
+                "A trainable parameter has no gradient. Every parameter of the optimizer must take "
+                "part in the backward pass in ghost mode."
+            )
+        super().accumulate()  # type: ignore[misc]
+        self._accumulate_slack(norms)
+        is_finite = norms.isfinite().all()
+        state.is_finite = is_finite if state.is_finite is None else state.is_finite & is_finite
+
+    def add_noise(self) -> None:
+        """Release, unless a norm was not finite: the batch sum is then lost, for every sample.
+
+        Raises:
+            FloatingPointError: On all workers together; nothing has been released or charged.
+        """
+        if not self._all_finite():
+            self._drop_logical_batch()
+            _opacus.clear_skip_queue(self)
+            self.original_optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(
+                "A per-sample gradient norm was not finite, which spoils the whole sum in ghost "
+                "mode. The batch was dropped: nothing was released, charged or updated. Lower the "
+                "learning rate, clean the data, or use grad_sample_mode='hooks', which leaves such "
+                "samples out. (A local diagnostic, not to be published.)"
+            )
+        super().add_noise()
+
+    def _all_finite(self) -> bool:
+        is_finite, self._state.is_finite = self._state.is_finite, None
+        return is_finite is None or bool(self._any_worker(~is_finite) == 0)
+
+    def _any_worker(self, flag: torch.Tensor) -> torch.Tensor:
+        return flag
+
+    def _has_fresh_gradient(self) -> bool:
+        return self._state.fresh_norms is not None
+
+
+class SlaClipDPOptimizerFastGradientClipping(GhostReleaseMixin, DPOptimizerFastGradientClipping):
+    """:class:`opacus.optimizers.DPOptimizerFastGradientClipping` with the slack release."""
