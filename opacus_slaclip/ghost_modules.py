@@ -194,6 +194,8 @@ class GhostLossTensor(DPTensorFastGradientClipping):
                 super().backward()  # type: ignore[no-untyped-call]
         finally:
             self.module.enable_hooks()
+        optimizer: Any = self.optimizer
+        optimizer.note_gradients()
 
 
 def _keeping_class(name: str) -> Any:

@@ -27,7 +27,7 @@ from opacus_slaclip._validate import (
 )
 from opacus_slaclip.ghost_modules import GhostLoss, prepare_ghost_module
 from opacus_slaclip.optimizers import SlackReleaseMixin, get_optimizer_class
-from opacus_slaclip.sampling import DistributedPoissonSampler, replace_batch_sampler
+from opacus_slaclip.sampling import follow_passes, own_poisson_sampler, replace_batch_sampler
 
 # What make_private_with_epsilon hands on to Opacus's calibration and accountants.
 _ACCOUNTING_EXTRAS = ("epsilon_tolerance", "alphas", "poisson", "eps_error", "delta_error")
@@ -100,9 +100,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
         arguments = {name: kwargs[name] for name in kwargs if name not in OPTIONS}
         self._slaclip_module = kwargs["module"]
         try:
-            return super().make_private(clipping=clipping, **arguments, **resolved)
+            private: Any = super().make_private(clipping=clipping, **arguments, **resolved)
         finally:
             self._slaclip_module = None
+        _module, optimizer, *_criterion, data_loader = private
+        follow_passes(data_loader, optimizer)
+        return private
 
     def make_private_with_epsilon(self, *, clipping: str = "flat", **kwargs: Any) -> Any:
         """Like :meth:`make_private`, with the noise calibrated to a budget by Opacus.
@@ -184,17 +187,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         private = super()._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed, **kwargs
         )
-        if self._slaclip_module is not None and poisson_sampling and distributed:
-            sampler: Any = private.batch_sampler
-            replace_batch_sampler(
-                private,
-                DistributedPoissonSampler(
-                    total_size=sampler.total_size,
-                    sample_rate=sampler.sample_rate,
-                    generator=sampler.generator,
-                    secure=self.secure_mode,
-                ),
-            )
+        if self._slaclip_module is not None and poisson_sampling:
+            sampler = own_poisson_sampler(private.batch_sampler, secure=self.secure_mode)
+            replace_batch_sampler(private, sampler)
         return private
 
     def _prepare_optimizer(

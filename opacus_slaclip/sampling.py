@@ -1,21 +1,69 @@
-"""Poisson sampling over several processes, with the empty batches and independent streams.
+"""Poisson sampling that tells the optimizer when a pass begins, in one process and in several.
 
 Opacus's distributed sampler drops empty local batches, so that ranks take different numbers of
-steps, and draws the same selection pattern on ranks that were seeded alike.
+steps, and draws the same selection pattern on ranks that were seeded alike. And nothing in Opacus
+notices a pass that was left inside a logical batch: its sums and announced physical batches then
+leak into the next one.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
+from opacus.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    UniformWithReplacementSampler,
+)
 from torch.utils.data import DataLoader
 
 
-class DistributedPoissonSampler(DistributedUniformWithReplacementSampler):
+class PassFollower(Protocol):
+    """Who wants to know of passes through the data: the optimizer."""
+
+    def begin_pass(self) -> None:
+        """Be told that a new pass begins."""
+        ...
+
+    def end_pass(self, num_batches: int) -> None:
+        """Be told that all logical batches of the pass have been handed out."""
+        ...
+
+
+class _FollowedSampler:
+    """Mixed into a batch sampler: reports the beginning and the end of each pass."""
+
+    _follower: weakref.ref[PassFollower] | None = None
+
+    def follow(self, follower: PassFollower) -> None:
+        """Report to ``follower`` for as long as it lives."""
+        self._follower = weakref.ref(follower)
+
+    def _followed(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
+        follower = self._follower() if self._follower is not None else None
+        if follower is not None:
+            follower.begin_pass()
+        num_batches = 0
+        for batch in batches:
+            num_batches += 1
+            yield batch
+        if follower is not None:
+            follower.end_pass(num_batches)
+
+
+class PoissonSampler(_FollowedSampler, UniformWithReplacementSampler):
+    """Opacus's ``UniformWithReplacementSampler`` (Poisson sampling), reporting passes."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the indices of one logical batch after the other."""
+        batches: Iterator[list[int]] = super().__iter__()  # type: ignore[no-untyped-call]
+        return self._followed(batches)
+
+
+class DistributedPoissonSampler(_FollowedSampler, DistributedUniformWithReplacementSampler):
     """Each rank draws each sample of its share of the data with the same probability.
 
     Every rank yields the same number of local batches, empty ones included, and draws from a
@@ -45,6 +93,9 @@ class DistributedPoissonSampler(DistributedUniformWithReplacementSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of one local batch after the other."""
+        return self._followed(self._local_batches())
+
+    def _local_batches(self) -> Iterator[list[int]]:
         share = self._share()
         generator = self.generator if self._secure else self._own_stream()
         for _ in range(self.num_batches):
@@ -66,9 +117,35 @@ class DistributedPoissonSampler(DistributedUniformWithReplacementSampler):
         return torch.Generator().manual_seed(int(seed) >> 1)  # torch takes 63 bits
 
 
+def own_poisson_sampler(
+    sampler: Any, *, secure: bool
+) -> PoissonSampler | DistributedPoissonSampler:
+    """Return our sampler in the place of Opacus's, with the same rate, steps and generator."""
+    if isinstance(sampler, DistributedUniformWithReplacementSampler):
+        return DistributedPoissonSampler(
+            total_size=sampler.total_size,
+            sample_rate=sampler.sample_rate,
+            generator=sampler.generator,
+            steps=sampler.num_batches,
+            secure=secure,
+        )
+    return PoissonSampler(
+        num_samples=sampler.num_samples,
+        sample_rate=sampler.sample_rate,
+        generator=sampler.generator,
+        steps=sampler.steps,
+    )
+
+
 def replace_batch_sampler(data_loader: DataLoader[Any], batch_sampler: Any) -> None:
     """Give ``data_loader`` another batch sampler, which torch allows only at construction."""
     object.__setattr__(data_loader, "batch_sampler", batch_sampler)
+
+
+def follow_passes(data_loader: DataLoader[Any], follower: PassFollower) -> None:
+    """Report the passes through ``data_loader`` to ``follower``, if its sampler is ours."""
+    if isinstance(data_loader.batch_sampler, _FollowedSampler):
+        data_loader.batch_sampler.follow(follower)
 
 
 def is_distributed_sampler(data_loader: DataLoader[Any]) -> bool:

@@ -93,13 +93,3 @@ def largest_num_slots(expected_batch_size: float, noise_multiplier: float) -> in
     while num_slots_fit(num_slots + 1, expected_batch_size, noise_multiplier):
         num_slots += 1
     return num_slots
-
-
-def isotonic_decreasing(values: list[float]) -> list[float]:
-    """Fit the non-increasing sequence nearest in least squares, by the min-max formula."""
-    n = len(values)
-
-    def mean(i: int, j: int) -> float:
-        return math.fsum(values[i : j + 1]) / (j + 1 - i)
-
-    return [max(min(mean(i, j) for i in range(k + 1)) for j in range(k, n)) for k in range(n)]

@@ -68,7 +68,7 @@ def _row(result: RunResult) -> tuple[str, ...]:
         result.settings.method,
         f"{result.settings.clip_norm:g}",
         f"{result.final_clip_norm:.3f}",
-        f"{result.epsilon:.2f}",
+        f"{result.epsilon:.3f}",
         f"{100 * result.test_accuracy:.1f} %",
     )
 

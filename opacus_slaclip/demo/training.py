@@ -84,7 +84,7 @@ def train(settings: RunSettings, split: DataSplit, on_step: OnStep) -> RunResult
             engine, module, loader, settings, torch.Generator().manual_seed(int(noise_seed))
         )
         clip_norms = _train_epochs(engine, private, settings, on_step)
-        epsilon = float(engine.get_epsilon(settings.delta))
+        epsilon = float(engine.get_epsilon(settings.delta))  # type: ignore[no-untyped-call]
     model, optimizer, _ = private
     return RunResult(
         settings=settings,
@@ -168,7 +168,7 @@ def _physical_batches(
     _, optimizer, loader = private
     if max_physical_batch_size is None:
         return contextlib.nullcontext(loader)
-    return BatchMemoryManager(  # type: ignore[no-untyped-call]
+    return BatchMemoryManager(
         data_loader=loader,
         max_physical_batch_size=max_physical_batch_size,
         optimizer=optimizer,

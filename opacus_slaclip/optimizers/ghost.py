@@ -11,6 +11,11 @@ from opacus_slaclip import _opacus
 from opacus_slaclip.optimizers.release import SlackReleaseMixin
 
 
+def versions(params: list[Any]) -> list[tuple[int, int] | None]:
+    """Return what changes when a gradient is replaced or written to in place."""
+    return [None if p.grad is None else (id(p.grad), p.grad._version) for p in params]
+
+
 class GhostReleaseMixin(SlackReleaseMixin):
     """Takes the norms that ``loss.backward()`` clipped by; refuses to step without them."""
 
@@ -32,16 +37,20 @@ class GhostReleaseMixin(SlackReleaseMixin):
                 f"The gradients were clipped at {state.fresh_clip_norm}, but the noise would be "
                 f"scaled for {state.clip_norm:g}. Nothing was released; call zero_grad()."
             )
-        params: list[Any] = self.params
-        if any(p.grad is None for p in params):
+        if versions(self.params) != state.grad_versions:
             raise RuntimeError(
-                "A trainable parameter has no gradient. Every parameter of the optimizer must take "
-                "part in the backward pass in ghost mode."
+                "A gradient was changed between backward() and step(): clipped again by a trainer, "
+                "cleared or replaced. The batch was not used. Leave p.grad alone; the threshold is "
+                "the optimizer's to choose."
             )
         super().accumulate()  # type: ignore[misc]
         self._accumulate_slack(norms)
         is_finite = norms.isfinite().all()
         state.is_finite = is_finite if state.is_finite is None else state.is_finite & is_finite
+
+    def note_gradients(self) -> None:
+        """Remember the gradients that ``backward()`` left, to notice if they are touched."""
+        self._state.grad_versions = versions(self.params)
 
     def add_noise(self) -> None:
         """Release, unless a norm was not finite: the batch sum is then lost, for every sample.

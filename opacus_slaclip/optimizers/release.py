@@ -29,6 +29,15 @@ class SlackReleaseMixin(ThresholdMixin):
     moves at the end of a step that was not skipped.
     """
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch's GradScaler reads this before it steps an optimizer; nothing else does.
+        raise RuntimeError(
+            "A GradScaler cannot step a private optimizer: it multiplies the loss, so every "
+            "per-sample gradient looks far too long and is clipped. Use bfloat16 autocast, which "
+            "needs no loss scaling, or GradScaler(enabled=False)."
+        )
+
     def _accumulate_slack(self, norms: torch.Tensor) -> None:
         """Add one physical batch, by the norms, shape (b,), that its gradients are clipped by."""
         sums = sum_slack(norms, clip_norm=self.max_grad_norm, num_slots=self._num_slots)
@@ -104,6 +113,7 @@ class SlackReleaseMixin(ThresholdMixin):
             expected_batch_size=batch_size,
         )
         state.num_releases += 1
+        state.steps_in_pass += 1
         self._set_clip_norm(self._next_clip_norm(state.indicator))
 
     def _next_clip_norm(self, indicator: SlackIndicator) -> float:
@@ -129,6 +139,39 @@ class SlackReleaseMixin(ThresholdMixin):
         self._state.fresh_norms = None
         if not _opacus.last_step_was_skipped(self):
             self._state.slot_sums = None
+
+    def drop_logical_batch(self) -> None:
+        """Forget an unfinished logical batch: its sums, norms and announced physical batches.
+
+        For a loop that was left early. Nothing of the batch has been released, so nothing is
+        charged. Loaders with Poisson sampling do this at the beginning of each pass.
+        """
+        self._drop_logical_batch()
+        _opacus.clear_skip_queue(self)
+
+    def begin_pass(self) -> None:
+        """Start a pass through the data from a clean state; the sampler calls this."""
+        unfinished = self._state.slot_sums is not None
+        self.drop_logical_batch()
+        if unfinished:
+            warnings.warn(
+                "The last pass ended inside a logical batch, which was dropped: finish the loop "
+                "of BatchMemoryManager, or call optimizer.drop_logical_batch() when leaving it.",
+                stacklevel=2,
+            )
+        state = self._state
+        if state.batches_in_pass is not None and state.steps_in_pass < state.batches_in_pass:
+            warnings.warn(
+                "Some logical batches of the last pass had no step, so the accountant charged too "
+                "little. Call step() for every batch, empty ones included. (This depends on the "
+                "data: a local diagnostic, not to be published.)",
+                stacklevel=2,
+            )
+        state.steps_in_pass, state.batches_in_pass = 0, None
+
+    def end_pass(self, num_batches: int) -> None:
+        """Expect a step for each logical batch of the pass; the sampler calls this."""
+        self._state.batches_in_pass = num_batches
 
     def _has_fresh_gradient(self) -> bool:
         """Whether a backward pass has left something that no step has taken yet."""

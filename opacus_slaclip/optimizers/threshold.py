@@ -49,8 +49,11 @@ class ReleaseState:
     noisy_sums: torch.Tensor | None = None  # noised; the threshold has yet to move by it
     fresh_norms: torch.Tensor | None = None  # private; ghost: clipped by, not yet accumulated
     fresh_clip_norm: float | None = None  # ghost: the threshold that clipped by fresh_norms
+    grad_versions: list[Any] | None = None  # ghost: the gradients that backward() left
     is_finite: torch.Tensor | None = None  # private; ghost: no bad norm in this logical batch
     warned_nonfinite: bool = False
+    steps_in_pass: int = 0
+    batches_in_pass: int | None = None  # known once the sampler has handed out the last one
 
     def drop_private(self) -> None:
         """Forget everything that has not been noised and used."""
@@ -249,6 +252,7 @@ class ThresholdMixin(DPOptimizer):
         clip_norm = self.max_grad_norm
         super().load_state_dict(state_dict)
         self._drop_logical_batch()
+        self._state.batches_in_pass = None
         if saved is None:
             warnings.warn(
                 f"The checkpoint has no SlaClip entry; the threshold stays at {clip_norm:g}.",
