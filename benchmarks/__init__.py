@@ -1,0 +1,1 @@
+"""Measurements behind this project's claims; see README.md beside this file."""
