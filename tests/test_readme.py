@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/privacy.md"]
 SHELLS = {"bash", "console", "sh", "shell"}
 
 FENCE = re.compile(
@@ -82,7 +82,8 @@ def test_every_make_target_shown_exists(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_relative_link_and_image_exists(document):
-    broken = [target for target in relative_links(document) if not (ROOT / target).exists()]
+    folder = (ROOT / document).parent
+    broken = [target for target in relative_links(document) if not (folder / target).exists()]
 
     assert broken == []
 
