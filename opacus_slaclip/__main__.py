@@ -38,13 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DemoError as error:
         print(f"error: {error}", file=sys.stderr)
         return _EXIT_ERROR
-    except OSError as error:
-        print(f"error: {error}. Choose another --output.", file=sys.stderr)
-        return _EXIT_ERROR
     except KeyboardInterrupt:
         print(
-            f"\nInterrupted. Finished runs are kept in {file.path}; the same command goes on "
-            "after them.",
+            f"\nInterrupted. The runs that were finished are kept in {file.path}; the same command "
+            "goes on after them.",
             file=sys.stderr,
         )
         return _EXIT_INTERRUPTED
@@ -53,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _demo(args: argparse.Namespace, file: ResultFile) -> None:
     _require_extra(args.data)
+    file.prepare()
     split = load(args.data, args.data_root)
     runs = run_settings(args, split)
     print(describe(runs[0], split), end="\n\n")

@@ -129,7 +129,9 @@ def _warn_of_empty_batches(arguments: Mapping[str, Any]) -> None:
     if arguments["rand_on_empty"]:
         warnings.warn(
             "rand_on_empty=True puts a made-up sample into an empty batch; it takes part in the "
-            "gradient and the slack like a real one. That costs accuracy, not privacy.",
+            "gradient and the slack like a real one. A sample that joins such a batch replaces it, "
+            "which moves the sum by up to 2 C instead of C: keep the expected batch so large that "
+            "an empty one, of probability about exp(-expected batch size), does not matter.",
             stacklevel=5,
         )
     elif arguments["grad_sample_mode"] == "ew":

@@ -50,6 +50,17 @@ def next_step_is_skipped(optimizer: Any) -> bool:
     return bool(optimizer._check_skip_next_step(pop_next=False))
 
 
+def num_announced(optimizer: Any) -> int:
+    """How many physical batches have been announced and not stepped on."""
+    return len(optimizer._step_skip_queue)
+
+
+def forget_announced(optimizer: Any, keep: int) -> None:
+    """Forget the oldest announced physical batches but ``keep``."""
+    queue = optimizer._step_skip_queue
+    del queue[: max(0, len(queue) - max(0, keep))]
+
+
 def clear_skip_queue(optimizer: Any) -> None:
     """Forget announced physical batches."""
     optimizer._step_skip_queue.clear()
@@ -59,6 +70,11 @@ def delete_norm_sample(parameter: Any) -> None:
     """Drop the private ghost norm that Opacus leaves on a parameter."""
     if hasattr(parameter, "_norm_sample"):
         del parameter._norm_sample
+
+
+def forward_count(parameter: Any) -> int:
+    """How many forward passes of its layer wait for a backward pass."""
+    return int(parameter._forward_counter)
 
 
 def forget_skipped_step(optimizer: Any) -> None:

@@ -32,14 +32,20 @@ def full_precision(device_type: str) -> Iterator[None]:
 def _ieee_float32() -> Iterator[None]:
     backends: Any = torch.backends
     if hasattr(backends.cuda.matmul, "fp32_precision"):
-        switches = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul]
-        reduced = [(s, s.fp32_precision) for s in switches if s.fp32_precision in ("tf32", "bf16")]
-        for switch, _ in reduced:
-            switch.fp32_precision = "ieee"
+        # Parents first: a child that only inherits is then full already, and stays inherited.
+        parents = (backends, backends.cudnn, backends.mkldnn)
+        cuda = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+        cpu = (backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
+        changed = []
         try:
+            for switch in (*parents, *cuda, *cpu):
+                before = switch.fp32_precision
+                if before in ("tf32", "bf16"):
+                    switch.fp32_precision = "ieee"
+                    changed.append((switch, before))
             yield
         finally:
-            for switch, before in reduced:
+            for switch, before in changed:
                 switch.fp32_precision = before
     else:  # torch < 2.9
         matmul, conv = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32

@@ -175,7 +175,10 @@ def next_clip_norm(
             f"controller must return a number, got {result!r} ({type(result).__name__}) from "
             f"{controller!r}. Return the next threshold as a finite float."
         )
-    number = float(result)
+    try:
+        number = float(result)
+    except OverflowError:  # a huge int or fraction is finite all the same
+        number = sys.float_info.max if result > 0 else -sys.float_info.max
     if not math.isfinite(number):
         raise ValueError(
             f"controller must return a finite threshold, got {number} from {controller!r} at "

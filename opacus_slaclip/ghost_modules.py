@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
+from collections import ChainMap, Counter
 from typing import Any
 
 import torch
@@ -13,14 +13,10 @@ from opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
     GradSampleModuleFastGradientClippingFSDP,
 )
-from opacus.utils.fast_gradient_clipping_utils import (
-    DPLossFastGradientClipping,
-    DPTensorFastGradientClipping,
-)
 from torch import nn
 
 from opacus_slaclip import _opacus
-from opacus_slaclip._precision import accumulation_dtype, full_precision
+from opacus_slaclip._precision import accumulation_dtype
 from opacus_slaclip.ghost_norms import embedding_norm_sample, linear_norm_sample
 from opacus_slaclip.optimizers.ghost import GhostReleaseMixin
 from opacus_slaclip.optimizers.threshold import ReleaseState
@@ -44,6 +40,8 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
     _state: ReleaseState | None = None
     _initial_max_grad_norm: float = 1.0
     _trainable_names: frozenset[str] = frozenset()
+    _uses_are_checked = False
+    num_losses: int | None = None  # how many per-sample losses the norms must match
 
     @property
     def max_grad_norm(self) -> float:
@@ -66,6 +64,7 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
             ValueError: If the optimizer does not hold exactly the trainable parameters.
         """
         self._trainable_names = frozenset(self._named_trainable())
+        self._uses_are_checked = False
         self._state = optimizer._state
 
     def _named_trainable(self) -> dict[str, nn.Parameter]:
@@ -74,6 +73,12 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
     def get_clipping_coef(self) -> torch.Tensor:
         """Return the clip factors of the batch, shape (B,), and hand its norms to the optimizer."""
         norms = self.get_norm_sample()
+        if self.num_losses is not None and len(norms) != self.num_losses:
+            raise ValueError(
+                f"The loss must have one entry a sample in ghost mode, got {self.num_losses} for a "
+                f"batch of {len(norms)}. For tokens, pass shape=(batch, length, ...) to the "
+                "criterion, or average them within each sample."
+            )
         if self._state is not None:
             self._state.fresh_norms = norms.detach()
             self._state.fresh_clip_norm = self._state.clip_norm
@@ -110,6 +115,41 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
                 f"{missing} had no gradient. Freeze it before make_private, use it in every "
                 "forward pass, or use grad_sample_mode='hooks'."
             )
+
+    def check_uses(self, loss: torch.Tensor) -> None:
+        """Check, at the first backward pass, that parameters are used only by their own layers.
+
+        A functional call or a penalty on a parameter adds to the gradient that is summed, but not
+        to the norms.
+
+        Raises:
+            ValueError: If a parameter is used elsewhere.
+        """
+        if self._uses_are_checked:
+            return
+        uses = _count_uses(loss)
+        outside = [
+            name
+            for name, p in self._named_trainable().items()
+            if p in self._counted_parameters() and uses[p] > _opacus.forward_count(p)
+        ]
+        if outside:
+            raise ValueError(
+                f"Parameters must be used only by the layer that owns them in ghost mode, but "
+                f"{outside} are used elsewhere too (in a functional call, or a penalty in the "
+                "loss), which their norms miss. Use weight decay, or grad_sample_mode='hooks'."
+            )
+        self._uses_are_checked = True
+
+    def _counted_parameters(self) -> set[nn.Parameter]:
+        """Parameters of layers that are known to use each of them once in a forward pass."""
+        return {
+            p
+            for layer in self._module.modules()
+            if type(layer) in self.GRAD_SAMPLERS
+            and type(layer).__module__.startswith(("torch.nn.", "opacus."))
+            for p in layer.parameters(recurse=False)
+        }
 
     def _without_norm(self) -> list[str]:
         return [n for n, p in self._named_trainable().items() if not hasattr(p, "_norm_sample")]
@@ -164,6 +204,9 @@ class GhostClippingModule(GhostClippingMixin, GradSampleModuleFastGradientClippi
 class _ShardedMixin(GhostClippingMixin):
     """FSDP2 keeps norms on modules: its parameters come and go."""
 
+    def _counted_parameters(self) -> set[nn.Parameter]:
+        return set()  # what a layer uses under FSDP2 is not the parameter it owns
+
     def _layers(self) -> list[Any]:
         return list(self.iterate_submodules(self._module))
 
@@ -182,56 +225,6 @@ class ShardedGhostClippingHooks(_ShardedMixin, GradSampleHooksFastGradientClippi
 
 class ShardedGhostClippingModule(_ShardedMixin, GradSampleModuleFastGradientClippingFSDP):
     """Ghost clipping under FSDP2 as a wrapper around the module."""
-
-
-class GhostLossTensor(DPTensorFastGradientClipping):
-    """A loss whose ``backward()`` clips; in full float32, and safe against an error within."""
-
-    def backward(self) -> None:
-        """Run the two backward passes of ghost clipping."""
-        try:
-            with full_precision(self.loss_per_sample.device.type):
-                super().backward()  # type: ignore[no-untyped-call]
-        finally:
-            self.module.enable_hooks()
-        optimizer: Any = self.optimizer
-        optimizer.note_gradients()
-
-
-def _keeping_class(name: str) -> Any:
-    operation = getattr(DPTensorFastGradientClipping, name)
-
-    def method(self: GhostLossTensor, *args: Any) -> GhostLossTensor:
-        result: Any = operation(self, *args)
-        result.__class__ = GhostLossTensor
-        return result  # type: ignore[no-any-return]
-
-    method.__doc__ = operation.__doc__
-    return method
-
-
-# Opacus's arithmetic names its own class.
-for _name in (
-    "__add__",
-    "__radd__",
-    "__sub__",
-    "__rsub__",
-    "__mul__",
-    "__rmul__",
-    "__truediv__",
-    "__neg__",
-):
-    setattr(GhostLossTensor, _name, _keeping_class(_name))
-
-
-class GhostLoss(DPLossFastGradientClipping):
-    """Wraps a criterion so that its loss clips when it is backpropagated."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> GhostLossTensor:
-        """Return the per-sample losses as one object with a ``backward()``."""
-        loss: Any = super().__call__(*args, **kwargs)
-        loss.__class__ = GhostLossTensor
-        return loss  # type: ignore[no-any-return]
 
 
 _CLASSES: dict[tuple[str, bool], type[GhostClippingMixin]] = {
@@ -272,6 +265,20 @@ def prepare_ghost_module(
             f"{(ghost_class, batch_first, loss_reduction)}. Pass module.to_standard_module()."
         )
     return module  # type: ignore[return-value]
+
+
+def _count_uses(loss: torch.Tensor) -> Counter[Any]:
+    """Count how often each leaf enters the graph of ``loss``."""
+    uses: Counter[Any] = Counter()
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        for function, _ in getattr(waiting.pop(), "next_functions", ()):
+            if hasattr(function, "variable"):
+                uses[function.variable] += 1
+            elif function is not None and function not in seen:
+                seen.add(function)
+                waiting.append(function)
+    return uses
 
 
 def _device_type(module: nn.Module) -> str:

@@ -25,7 +25,8 @@ from opacus_slaclip._validate import (
     check_noise_multiplier,
     check_noise_scale,
 )
-from opacus_slaclip.ghost_modules import GhostLoss, prepare_ghost_module
+from opacus_slaclip.ghost_loss import GhostLoss
+from opacus_slaclip.ghost_modules import prepare_ghost_module
 from opacus_slaclip.optimizers import SlackReleaseMixin, get_optimizer_class
 from opacus_slaclip.sampling import follow_passes, own_poisson_sampler, replace_batch_sampler
 

@@ -33,9 +33,11 @@ RATE = 0.2  # the default clipbound_learning_rate, eta
 BOUNDS = {"c_min": 0.1, "c_max": 50.0}
 
 
-def logical_batches(run: Run) -> list[Batch]:
-    """Draw what the run's loader would, by an equal one of its own."""
-    return [(x, y) for x, y in run.loader]
+def logical_batches(task: str = "mlp", *, epochs: int = 1, **options: Any) -> list[Batch]:
+    """Draw what the loader of an equal run will, with Opacus's own engine."""
+    engine = opacus.PrivacyEngine(accountant="rdp")
+    loader = private(task, engine=engine, clipping="flat", **options).loader
+    return [(x, y) for _ in range(epochs) for x, y in loader]
 
 
 def train_in_pieces(run: Run, max_physical_batch_size: int, epochs: int = 1) -> list[int]:
@@ -116,8 +118,8 @@ def test_pieces_of_a_logical_batch_release_what_the_whole_does(
     max_physical_batch_size, noise_multiplier
 ):
     options: dict[str, Any] = {"noise_multiplier": noise_multiplier, "num_slots": 6}
-    whole, pieces, undrawn = (private(**options) for _ in range(3))
-    for batch in (data := logical_batches(undrawn)):
+    whole, pieces = (private(**options) for _ in range(2))
+    for batch in (data := logical_batches()):
         whole.step(batch)
 
     sizes = train_in_pieces(pieces, max_physical_batch_size)
@@ -147,8 +149,7 @@ def test_pieces_of_a_logical_batch_release_what_the_whole_does(
 
 @pytest.mark.parametrize("task", ["cnn", "embedding", "lstm"])
 def test_other_models_follow_the_oracle_as_well(task):
-    run, undrawn = private(task), private(task)
-    data = logical_batches(undrawn)
+    run, data = private(task), logical_batches(task)
 
     train_in_pieces(run, 5)
 
@@ -261,6 +262,50 @@ def test_clearing_gradients_on_the_model_alone_is_refused_and_counts_nothing_twi
     assert torch.equal(run.optimizer.slack_indicator.values, twin.optimizer.slack_indicator.values)
 
 
+def test_clearing_only_the_model_after_a_release_is_refused_before_anything_is_added():
+    """Not only at the end of the next logical batch, where Opacus would notice."""
+    one = vector(num_slots=1, expected_batch_size=4)
+    one.release(gradients(0.5))
+
+    one.parameter.grad_sample = gradients(0.5)
+    one.optimizer.signal_skip_step(do_skip=True)
+    with pytest.raises(ValueError, match=r"you must call optimizer.zero_grad\(\)"):
+        one.optimizer.step()
+
+    assert one.optimizer.num_releases == 1
+
+
+def test_a_step_that_fails_before_its_noise_leaves_nothing_once_cleared():
+    one = vector(num_slots=1, expected_batch_size=4, noise_multiplier=0.5)
+    one.optimizer.noise_multiplier = math.nan
+    with pytest.raises(ValueError, match="noise_multiplier must be finite, got nan"):
+        one.release(gradients(0.0, 0.0))
+    assert one.optimizer.num_releases == 0
+    one.optimizer.noise_multiplier = 0.0
+
+    one.optimizer.zero_grad()
+    one.optimizer.max_grad_norm = 2.0  # allowed between logical batches only
+    summed = one.release(gradients(1.0))
+
+    assert summed.item() == 1.0
+    assert one.optimizer.slack_indicator.values.item() == 0.5 / 4
+
+
+def test_a_logical_batch_whose_release_fails_is_not_part_of_the_next():
+    """A sample may be in both: counted twice, it would move one release by up to 2 C."""
+    one = vector(num_slots=1, expected_batch_size=4, noise_multiplier=0.5)
+    one.accumulate(gradients(0.0, 0.0))
+    one.optimizer.noise_multiplier = math.nan
+    with pytest.raises(ValueError, match="noise_multiplier must be finite, got nan"):
+        one.release(gradients(0.0))
+    one.optimizer.noise_multiplier = 0.0
+
+    summed = one.release(gradients(0.5))
+
+    assert summed.item() == 0.5
+    assert one.optimizer.slack_indicator.values.item() == 0.5 / 4
+
+
 def test_a_failing_step_hook_does_not_move_the_threshold_of_the_next_logical_batch():
     one = vector(num_slots=1, expected_batch_size=4)
 
@@ -279,6 +324,20 @@ def test_a_failing_step_hook_does_not_move_the_threshold_of_the_next_logical_bat
     one.release(gradients(0.5))
     assert one.optimizer.slack_indicator.values.item() == 0.25
     assert one.optimizer.slack_indicator.clip_norm == before
+
+
+def test_a_run_in_physical_batches_goes_on_after_a_failing_step_hook():
+    one = vector(num_slots=1, expected_batch_size=4, controller=FixedController())
+    one.accumulate(gradients(0.0))
+    one.optimizer.attach_step_hook(lambda optimizer: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        one.release(gradients(0.0))
+    one.optimizer.attach_step_hook(lambda optimizer: None)
+
+    summed = one.release(gradients(0.5))
+
+    assert summed.item() == 0.5
+    assert one.optimizer.slack_indicator.values.item() == 0.5 / 4
 
 
 # --- empty batches ---
@@ -360,9 +419,9 @@ def test_an_empty_batch_raises_where_it_does_in_opacus(mode, task, clipping):
 
 @pytest.mark.parametrize("max_physical_batch_size", [1, 8])
 def test_empty_poisson_batches_between_others_are_releases_as_well(max_physical_batch_size):
-    options = {"num_samples": 8, "batch_size": 2, "noise_multiplier": 0.0, "num_slots": 3}
-    run, undrawn = private("linear", **options), private("linear", **options)
-    data = [batch for _ in range(4) for batch in logical_batches(undrawn)]
+    options = {"num_samples": 8, "batch_size": 2}
+    run = private("linear", noise_multiplier=0.0, num_slots=3, **options)
+    data = logical_batches("linear", epochs=4, **options)
     assert 0 in [len(y) for _, y in data]
 
     train_in_pieces(run, max_physical_batch_size, epochs=4)
@@ -394,8 +453,8 @@ def test_a_made_up_sample_takes_the_place_of_an_empty_batch_on_request():
         rand_on_empty=True,
         grad_sample_mode="ew",
     )
-    undrawn = private("linear", num_samples=8, batch_size=2)
-    assert 0 in [len(y) for _ in range(4) for _, y in logical_batches(undrawn)]
+    data = logical_batches("linear", epochs=4, num_samples=8, batch_size=2)
+    assert 0 in [len(y) for _, y in data]
 
     torch.manual_seed(0)  # the made-up sample comes from the global generator
     sizes = [len(batch[1]) for _ in range(4) for batch in run.loader if run.step(batch) is None]
@@ -588,9 +647,8 @@ def test_a_bad_sample_in_one_physical_batch_leaves_the_others_alone():
     spoiled = x.clone()
     spoiled[::5] = math.nan
     run = private(dataset=TensorDataset(spoiled, y), noise_multiplier=0.0, num_slots=5)
-    undrawn = private(dataset=TensorDataset(spoiled, y))
     data = []
-    for inputs, labels in logical_batches(undrawn):
+    for inputs, labels in logical_batches(dataset=TensorDataset(spoiled, y)):
         good = inputs.isfinite().all(1)
         data.append((inputs[good], labels[good]))
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 from helpers import TASKS, Run, batches, per_sample_gradients, private, samples, sgd, vector
 from opacus.optimizers import DPOptimizer
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 
 from opacus_slaclip import FixedController, PrivacyEngine, SlackIndicator
@@ -136,22 +137,26 @@ def test_a_resumed_optimizer_has_no_indicator_until_it_releases():
     assert target.optimizer.num_releases == 1
 
 
-def test_a_run_resumed_in_another_engine_can_be_made_private_again():
-    """The first threshold travels too, so that a second make_private still recognizes it."""
-    source, target = private(), private()
+def test_the_first_threshold_travels_so_that_make_private_recognizes_it():
+    """The resumed run was made with another one: what the checkpoint says counts."""
+    source, target = private(), private(max_grad_norm=0.9)
     source.step(samples("mlp", 5))
     by_state_dict(source, target)
+    assert target.optimizer.initial_max_grad_norm == 1.7
 
-    _, optimizer, _ = target.engine.make_private(
-        module=target.model,
-        optimizer=target.optimizer,
-        data_loader=target.loader,
-        noise_multiplier=0.3,
-        max_grad_norm=TASKS["mlp"].clip_norm,
-        clipping="slaclip",
-    )
+    def again(max_grad_norm: float) -> Any:
+        _, optimizer, _ = target.engine.make_private(
+            module=target.model,
+            optimizer=target.optimizer,
+            data_loader=target.loader,
+            noise_multiplier=0.3,
+            max_grad_norm=max_grad_norm,
+            clipping="slaclip",
+        )
+        return optimizer
 
-    assert optimizer.max_grad_norm == source.optimizer.max_grad_norm != TASKS["mlp"].clip_norm
+    assert again(0.9).max_grad_norm == 0.9
+    assert again(1.7).max_grad_norm == source.optimizer.max_grad_norm != 1.7
 
 
 # --- what is in the file ---
@@ -422,18 +427,37 @@ def test_loading_drops_an_unfinished_logical_batch():
     assert one.optimizer.slack_indicator.values.tolist() == [0.25, 0.0]
 
 
-def test_loading_drops_the_skip_signals_of_an_unfinished_logical_batch():
-    """A signal left over would merge two logical batches: a sample could count twice in one."""
-    one = vector(num_slots=1, expected_batch_size=4)
-    saved = one.optimizer.state_dict()
-    one.accumulate(gradients(0.0))
-    one.optimizer.signal_skip_step(do_skip=True)  # drawn, but its step never came
+def test_loading_after_a_loop_that_was_left_early_resumes_from_a_clean_boundary():
+    """A physical batch announced but never stepped on would shift every later boundary."""
+    left, fresh = private(), private()
+    saved = copy.deepcopy(left.optimizer.state_dict())
+    start = copy.deepcopy(left.model.state_dict())
+    with BatchMemoryManager(
+        data_loader=left.loader, max_physical_batch_size=3, optimizer=left.optimizer
+    ) as loader:
+        for number, batch in enumerate(loader):
+            if number == 8:
+                break  # drawn and announced, but not stepped on
+            left.step(batch)
+    assert all(p.summed_grad is not None for p in left.model.parameters())
 
-    one.optimizer.load_state_dict(saved)
-    one.release(gradients(0.0))
+    left.model.load_state_dict(start)
+    left.optimizer.load_state_dict(saved)
+    releases = []
+    for run in (left, fresh):
+        run.loader.generator.manual_seed(7)
+        run.noise_generator.manual_seed(8)
+        run.thresholds.clear()
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=3, optimizer=run.optimizer
+        ) as loader:
+            for batch in loader:
+                run.step(batch)
+        releases.append(run.optimizer.num_releases)
 
-    assert one.optimizer.num_releases == 1
-    assert one.optimizer.slack_indicator.values.item() == 0.25
+    assert releases == [4, 4]
+    assert left.thresholds == fresh.thresholds
+    assert all(map(torch.equal, left.parameters, fresh.parameters))
 
 
 def test_a_failed_step_leaves_nothing_behind_for_a_load():

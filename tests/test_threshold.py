@@ -503,6 +503,17 @@ def test_a_warmup_from_a_learning_rate_of_zero_is_private_from_its_first_step():
     assert run.engine.accountant.history == [(0.3, 0.25, 2)]
 
 
+def test_a_fresh_gradient_is_released_at_a_learning_rate_of_zero_too():
+    """Zero gradients and rates alone are how torch initializes an optimizer's state."""
+    one = vector(learning_rate=0.0, controller=FixedController())
+    one.release(gradients(0.5))
+
+    one.release(gradients(0.5))  # zero_grad has left p.grad at 0
+
+    assert one.parameter.grad.item() != 0.0
+    assert one.optimizer.num_releases == 2
+
+
 # --- make_private again on what is private already ---
 
 

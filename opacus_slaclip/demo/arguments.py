@@ -27,9 +27,10 @@ It writes into the output folder:
 
 A run that is finished is not repeated: after Ctrl-C, or a kill, the same command goes on.
 
-SlaClip takes the choice of C_0 off your hands, not that of the learning rate. Where the noise is
-large for the learning rate (try --epsilon 1), training becomes unstable, gradient norms grow,
-and a threshold that follows them grows too. A fixed threshold cannot do that.
+How to read the table: all runs share one learning rate. A fixed threshold that is too small can be
+made up for by a larger learning rate, for those who search for it. SlaClip takes the choice of C_0
+off your hands, not that of the learning rate: where the noise is large for it (try --epsilon 1),
+training is unstable, gradient norms grow, and a threshold that follows them grows too.
 
 Noise and batches are seeded here so that a run can be repeated. Do not do that in production."""
 
@@ -79,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for clip_norm in args.clip_norms:
         if set(args.methods) & set(CONTROLLERS) and not low <= clip_norm <= high:
             parser.error(
-                f"argument --clip-norms: must be in [{low:g}, {high:g}], the bounds of the adaptive "
+                f"argument --clip-norms: must be in [{low:g}, {high:g}], the bounds of an adaptive "
                 f"threshold, got {clip_norm:g}"
             )
     return args
@@ -102,6 +103,7 @@ def run_settings(args: argparse.Namespace, split: DataSplit) -> list[RunSettings
             seed=args.seed,
             accountant=args.accountant,
             max_physical_batch_size=args.max_physical_batch_size,
+            threads=args.threads,
             versions=versions,
         )
         for clip_norm in args.clip_norms
@@ -198,6 +200,12 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         type=_count,
         metavar="N",
         help="hold at most N samples in memory at once; batches stay as large (default: all)",
+    )
+    group.add_argument(
+        "--threads",
+        type=_count,
+        default=1,
+        help="CPU threads; more are faster on mnist only, and change rounding (default: 1)",
     )
 
 

@@ -128,8 +128,11 @@ def _load_digits() -> DataSplit:
 
 def _load_npz(path: Path) -> DataSplit:
     def read() -> dict[str, _Array]:
-        with np.load(path) as archive:
-            return {key: archive[key] for key in _NPZ_KEYS if key in archive}
+        with path.open("rb") as file:
+            content = np.load(file)
+            if isinstance(content, np.ndarray):
+                raise ValueError("it is one array, not an archive of arrays")
+            return {key: content[key] for key in _NPZ_KEYS if key in content}
 
     arrays = _readable(path, read)
     missing = [key for key in _NPZ_KEYS if key not in arrays]
@@ -180,7 +183,8 @@ def read_idx(path: Path) -> _Array:
     expected = start + math.prod(shape)
     if len(content) < start or len(content) != expected:
         raise DemoError(
-            f"{path} has {len(content)} bytes, but its header promises {expected} for shape {shape}."
+            f"{path} has {len(content)} bytes, but its header promises {expected}. Get the file "
+            "again."
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 

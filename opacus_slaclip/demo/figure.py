@@ -25,9 +25,17 @@ _STYLES: tuple[tuple[Any, str], ...] = (
     ((0, (6, 1.5, 1, 1.5)), "D"),
 )
 _GRID: dict[str, Any] = {"color": "#E2E2E2", "linewidth": 0.8}
+_NOTE: dict[str, Any] = {
+    "color": "#444444",
+    "bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+    "zorder": 4,
+}
 _LINE_WIDTH = 2.2
 _BAND = 2.0  # half-width of the noise band, in standard deviations
-_BAND_NOTE = f"points: as released\nline: closest distribution\nband: ±{_BAND:g} std of the noise\nvertical: threshold"
+_BAND_NOTE = (
+    f"points: as released\nline: closest distribution\nband: ±{_BAND:g} std of the noise\n"
+    "vertical: threshold"
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,7 @@ def _draw_distribution(axes: Axes, runs: Sequence[_Run]) -> None:
     axes.set_xlabel("L2 norm of a sample's gradient, up to the threshold")
     axes.set_ylabel("fraction of samples at or below")
     axes.set_title("Gradient norms, as last released", loc="left", fontweight="bold")
-    axes.text(0.97, 0.04, _BAND_NOTE, transform=axes.transAxes, ha="right", color="#444444")
+    axes.text(0.03, 0.97, _BAND_NOTE, transform=axes.transAxes, va="top", **_NOTE)
     axes.grid(axis="y", **_GRID)
 
 
@@ -142,9 +150,9 @@ def _add_legend(figure: Figure, axes: Axes, results: Sequence[RunResult]) -> Non
         f"$\\delta$ = {settings.delta:g}, by method and initial threshold $C_0$",
         loc="outside lower center",
         ncols=min(3, len({result.settings.clip_norm for result in results})),
-        columnspacing=4,
+        columnspacing=3,
         frameon=False,
-        handlelength=4,
+        handlelength=3.2,
     )
     legend.get_title().set_fontweight("bold")
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from opacus_slaclip.demo import DemoError
 from opacus_slaclip.indicator import SlackIndicator
@@ -39,6 +39,7 @@ class RunSettings:
         seed: Seed of weights, batches and noise.
         accountant: Opacus's name of the accountant.
         max_physical_batch_size: Samples held in memory at once, None for all of a batch.
+        threads: CPU threads: they decide the order of sums, and so their rounding.
         versions: Package versions.
     """
 
@@ -54,6 +55,7 @@ class RunSettings:
     seed: int
     accountant: str
     max_physical_batch_size: int | None
+    threads: int
     versions: Mapping[str, str]
 
     def label(self) -> str:
@@ -137,21 +139,30 @@ class ResultFile:
     reading and cut off before the next line is added.
 
     Args:
-        path: The file; made with its folder by the first :meth:`append`.
+        path: The file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def prepare(self) -> None:
+        """Make the file and its folder where they are missing, before any work is done for them.
+
+        Raises:
+            DemoError: If the file cannot be written.
+        """
+        with _explained(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.open("ab").close()
+
     def read(self) -> list[RunResult]:
         """Return the finished results, oldest first.
 
         Raises:
-            DemoError: If a finished line is not a result.
+            DemoError: If the file cannot be read or a finished line is not a result.
         """
-        if not self.path.exists():
-            return []
-        lines = self.path.read_bytes().split(b"\n")[:-1]
+        with _explained(self.path):
+            lines = self.path.read_bytes().split(b"\n")[:-1]
         results = []
         for number, line in enumerate(lines, start=1):
             try:
@@ -169,9 +180,12 @@ class ResultFile:
         return matches[-1] if matches else None
 
     def append(self, result: RunResult) -> None:
-        """Add a result and wait until it is on the disk."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b") as file:
+        """Add a result and wait until it is on the disk.
+
+        Raises:
+            DemoError: If the file cannot be written.
+        """
+        with _explained(self.path), self.path.open("a+b") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
             file.write(result.to_json().encode() + b"\n")
@@ -179,11 +193,25 @@ class ResultFile:
             os.fsync(file.fileno())
 
 
-def replace_file(path: Path, write: Any) -> None:
-    """Write a file by ``write(temporary_path)`` and put it in its place in one move."""
+def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file by ``write(temporary path)``, then put it in its place in one move.
+
+    Raises:
+        DemoError: If the file cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _explained(path):
+        try:
+            write(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
     try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DemoError(f"{path}: {reason}. Choose another --output.") from error

@@ -18,13 +18,13 @@ def describe(settings: RunSettings, split: DataSplit) -> str:
         f"{settings.data}: {count:,} training images, {len(split.test):,} test images",
         f"budget: epsilon = {settings.epsilon:g} at delta = {settings.delta:g} for each run "
         f"({settings.accountant} accountant)",
-        f"training: {settings.epochs} epochs, expected batch size {min(settings.batch_size, count)}, "
-        f"SGD with learning rate {settings.learning_rate:g}, seed {settings.seed}",
+        f"training: epochs {settings.epochs}, batch size {min(settings.batch_size, count)}, "
+        f"learning rate {settings.learning_rate:g}, seed {settings.seed}",
     ]
     if settings.delta >= 1 / count:
         lines.append(
-            f"note: delta should be well below 1 / {count:,} = {1 / count:.1g}, one over the number "
-            "of training images; at this delta the guarantee means little"
+            f"note: delta should be well below {1 / count:.1g}, one over the number of training "
+            "images; at this delta the guarantee means little"
         )
     return "\n".join(lines)
 

@@ -38,6 +38,9 @@ def build_model(image_shape: torch.Size, num_classes: int) -> nn.Module:
     Args:
         image_shape: (1, height, width), at least 4 pixels each way.
         num_classes: Number of outputs.
+
+    Raises:
+        DemoError: If the images are smaller.
     """
     height, width = image_shape[-2] // 4, image_shape[-1] // 4
     if height == 0 or width == 0:
@@ -69,32 +72,21 @@ def train(settings: RunSettings, split: DataSplit, on_step: OnStep) -> RunResult
     Raises:
         DemoError: If the settings cannot be run, such as a budget no noise can meet.
     """
-    weight_seed, batch_seed, noise_seed = np.random.SeedSequence(settings.seed).generate_state(3)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(weight_seed))
-        module = build_model(split.train.tensors[0].shape[1:], split.num_classes)
-    loader = DataLoader(
-        split.train,
-        batch_size=settings.batch_size,
-        generator=torch.Generator().manual_seed(int(batch_seed)),
-    )
-    with _quiet():
+    with _quiet(), _threads(settings.threads), torch.random.fork_rng(devices=[]):
         engine = PrivacyEngine(accountant=settings.accountant)
-        private = _make_private(
-            engine, module, loader, settings, torch.Generator().manual_seed(int(noise_seed))
-        )
+        private = _make_private(engine, settings, split)
         clip_norms = _train_epochs(engine, private, settings, on_step)
         epsilon = float(engine.get_epsilon(settings.delta))  # type: ignore[no-untyped-call]
-    model, optimizer, _ = private
-    return RunResult(
-        settings=settings,
-        noise_multiplier=float(optimizer.noise_multiplier),
-        final_clip_norm=clip_norms[-1],
-        epsilon=epsilon,
-        test_accuracy=accuracy(model, split.test),
-        clip_norms=clip_norms,
-        indicator=IndicatorRecord.of(getattr(optimizer, "slack_indicator", None)),
-    )
+        model, optimizer, _ = private
+        return RunResult(
+            settings=settings,
+            noise_multiplier=float(optimizer.noise_multiplier),
+            final_clip_norm=clip_norms[-1],
+            epsilon=epsilon,
+            test_accuracy=accuracy(model, split.test),
+            clip_norms=clip_norms,
+            indicator=IndicatorRecord.of(getattr(optimizer, "slack_indicator", None)),
+        )
 
 
 def accuracy(model: nn.Module, test: TensorDataset) -> float:
@@ -108,6 +100,16 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
 
 
 @contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         for start in _EXPECTED_WARNINGS:
@@ -115,13 +117,15 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _make_private(
-    engine: PrivacyEngine,
-    module: nn.Module,
-    loader: DataLoader[Any],
-    settings: RunSettings,
-    noise_generator: torch.Generator,
-) -> Any:
+def _make_private(engine: PrivacyEngine, settings: RunSettings, split: DataSplit) -> Any:
+    weights, batches, noise = np.random.SeedSequence(settings.seed).generate_state(3).tolist()
+    torch.manual_seed(weights)
+    module = build_model(split.train.tensors[0].shape[1:], split.num_classes)
+    loader = DataLoader(
+        split.train,
+        batch_size=settings.batch_size,
+        generator=torch.Generator().manual_seed(batches),
+    )
     try:
         return engine.make_private_with_epsilon(
             module=module,
@@ -132,7 +136,7 @@ def _make_private(
             epochs=settings.epochs,
             max_grad_norm=settings.clip_norm,
             clipping=settings.method,
-            noise_generator=noise_generator,
+            noise_generator=torch.Generator().manual_seed(noise),
         )
     except ValueError as error:
         raise DemoError(f"{settings.label()} cannot be run: {error}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from opacus_slaclip.controllers import Controller, StatefulController
@@ -39,6 +39,8 @@ def write_param_groups(
     flat = {_PREFIX + name: value for name, value in entries.items()}
     flat |= {_CONTROLLER_PREFIX + name: value for name, value in controller_state.items()}
     for group in param_groups:
+        for stale in [key for key in group if key.startswith(_PREFIX) and key not in flat]:
+            del group[stale]  # of a controller that an earlier optimizer had
         group.update(flat)
 
 
@@ -98,7 +100,7 @@ def read_controller_state(controller: Controller) -> dict[str, float]:
                 f"controller.state_dict()[{name!r}] must be a plain finite number, got {value!r}. "
                 "Return floats and ints only: they travel in optimizer checkpoints."
             )
-    return dict(state)
+    return {name: int(v) if isinstance(v, Integral) else float(v) for name, v in state.items()}
 
 
 def check_controller_state(controller: Controller, saved: dict[str, float]) -> None:

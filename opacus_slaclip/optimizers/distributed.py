@@ -57,18 +57,13 @@ class DistributedReleaseMixin(SlackReleaseMixin):
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return worst
 
-    def pre_step(self, closure: Any = None) -> bool:
-        """As in one process; first make sure that no rank is ahead where that would hang."""
-        if self.backward_synchronizes:
-            self._check_in_step()
-        return super().pre_step(closure)
-
     def _check_in_step(self) -> None:
+        if not self.backward_synchronizes:
+            return
         ends = not _opacus.next_step_is_skipped(self)
         counts = torch.tensor([int(ends), int(not ends)], device=self.params[0].device)
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
         if int(counts.sum()) > 1:
-            self._drop_logical_batch()
             raise RuntimeError(
                 "The ranks have different numbers of physical batches in this logical batch, which "
                 "would hang collectives inside backward; nothing was released. Use Opacus's "

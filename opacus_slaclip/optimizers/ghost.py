@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
 
-from opacus_slaclip import _opacus
 from opacus_slaclip.optimizers.release import SlackReleaseMixin
 
 
@@ -59,8 +58,7 @@ class GhostReleaseMixin(SlackReleaseMixin):
             FloatingPointError: On all workers together; nothing has been released or charged.
         """
         if not self._all_finite():
-            self._drop_logical_batch()
-            _opacus.clear_skip_queue(self)
+            self.drop_logical_batch()
             self.original_optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(
                 "A per-sample gradient norm was not finite, which spoils the whole sum in ghost "

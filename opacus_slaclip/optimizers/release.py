@@ -91,12 +91,23 @@ class SlackReleaseMixin(ThresholdMixin):
         Returns:
             Whether the wrapped optimizer is to step: False inside a logical batch.
         """
-        with full_precision(self.params[0].device.type if self.params else "cpu"):
-            is_released = bool(super().pre_step(closure))
+        announced = _opacus.num_announced(self)
+        try:
+            with full_precision(self.params[0].device.type if self.params else "cpu"):
+                self._check_in_step()
+                is_released = bool(super().pre_step(closure))
+        except BaseException:
+            # What is left of the batch must not leak into the next one, nor its skip flag.
+            self._drop_logical_batch()
+            _opacus.forget_announced(self, announced - 1)
+            raise
         noisy_sums, self._state.noisy_sums = self._state.noisy_sums, None
         if noisy_sums is not None:
             self._move_threshold(self._reduced(noisy_sums))
         return is_released
+
+    def _check_in_step(self) -> None:
+        """Raise if the workers are not at the same physical batch."""
 
     def _move_threshold(self, noisy_sums: torch.Tensor) -> None:
         state = self._state

@@ -1,0 +1,93 @@
+"""The loss of ghost clipping: a backward pass that clips each sample, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from opacus.utils.fast_gradient_clipping_utils import (
+    DPLossFastGradientClipping,
+    DPTensorFastGradientClipping,
+)
+
+from opacus_slaclip._precision import full_precision
+
+
+class GhostLossTensor(DPTensorFastGradientClipping):
+    """Per-sample losses with a ``backward()`` that clips.
+
+    Differs from Opacus's parent: the passes run in full float32; an error between them leaves the
+    hooks enabled; losses of shape (B, 1) are taken as (B,), where the parent would multiply every
+    loss by every clip factor; a penalty that needs a gradient is refused, since no norm covers it.
+    """
+
+    def backward(self) -> None:
+        """Run the two backward passes of ghost clipping.
+
+        Raises:
+            ValueError: If there is not one loss a sample, or a parameter is used outside its layer.
+        """
+        module: Any = self.module
+        optimizer: Any = self.optimizer
+        self.loss_per_sample = _one_a_sample(self.loss_per_sample)
+        module.num_losses = len(self.loss_per_sample)
+        module.check_uses(self.loss_per_sample)
+        try:
+            with full_precision(self.loss_per_sample.device.type):
+                super().backward()  # type: ignore[no-untyped-call]
+        finally:
+            module.enable_hooks()
+        optimizer.note_gradients()
+
+
+def _one_a_sample(losses: torch.Tensor) -> torch.Tensor:
+    if losses.dim() == 0 or losses.numel() != len(losses):
+        raise ValueError(
+            f"The loss must have one entry a sample in ghost mode, got shape "
+            f"{tuple(losses.shape)} without reduction. Average the other dimensions within the "
+            "criterion."
+        )
+    return losses.reshape(len(losses))
+
+
+def _keeping_class(name: str) -> Any:
+    operation = getattr(DPTensorFastGradientClipping, name)
+
+    def method(self: GhostLossTensor, *args: Any) -> GhostLossTensor:
+        for other in args:
+            if isinstance(other, torch.Tensor) and other.requires_grad:
+                raise ValueError(
+                    "Only losses of the criterion and constants may be combined in ghost mode: a "
+                    "penalty that needs a gradient adds to every sample what no norm covers. Use "
+                    "the optimizer's weight decay, or grad_sample_mode='hooks'."
+                )
+        result: Any = operation(self, *args)
+        result.__class__ = GhostLossTensor
+        return result  # type: ignore[no-any-return]
+
+    method.__doc__ = operation.__doc__
+    return method
+
+
+# Opacus's arithmetic names its own class.
+for _name in (
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__mul__",
+    "__rmul__",
+    "__truediv__",
+    "__neg__",
+):
+    setattr(GhostLossTensor, _name, _keeping_class(_name))
+
+
+class GhostLoss(DPLossFastGradientClipping):
+    """Wraps a criterion so that its loss clips when it is backpropagated."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> GhostLossTensor:
+        """Return the per-sample losses as one object with a ``backward()``."""
+        loss: Any = super().__call__(*args, **kwargs)
+        loss.__class__ = GhostLossTensor
+        return loss  # type: ignore[no-any-return]

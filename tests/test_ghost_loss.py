@@ -1,0 +1,166 @@
+"""In ghost mode the loss is part of the mechanism: what it must refuse or repair."""
+
+from __future__ import annotations
+
+import opacus
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_slaclip import FixedController, PrivacyEngine
+
+C = 1.0
+NUM_SAMPLES = 8
+
+
+class Pooled(nn.Module):
+    """A regression over tokens, with outputs of shape (B, 1)."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.inner(x)).mean(dim=1))
+
+
+class FunctionallyTied(Pooled):
+    """Uses a weight a second time, where no hook sees it."""
+
+    def forward(self, x):
+        again = functional.linear(torch.tanh(self.inner(x)), self.inner.weight)
+        return self.head(again.mean(dim=1))
+
+
+def make(model=Pooled, criterion=None, engine=PrivacyEngine, mode="ghost", **options):
+    torch.manual_seed(0)
+    data = TensorDataset(10 * torch.randn(NUM_SAMPLES, 3, 4), torch.randn(NUM_SAMPLES, 1))
+    module = model()
+    if engine is PrivacyEngine:
+        options = {"clipping": "slaclip", "controller": FixedController()} | options
+    private = engine().make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
+        data_loader=DataLoader(data, batch_size=NUM_SAMPLES),
+        criterion=criterion or nn.MSELoss(),
+        noise_multiplier=0.0,
+        max_grad_norm=C,
+        grad_sample_mode=mode,
+        poisson_sampling=False,
+        **options,
+    )
+    criterion = private[2] if mode == "ghost" else criterion or nn.MSELoss()
+    return private[0], private[1], criterion, data.tensors
+
+
+def summed_gradient(module, optimizer, criterion, x, y):
+    """The sum of clipped gradients that a step releases, flattened."""
+    optimizer.zero_grad()
+    criterion(module(x), y).backward()
+    optimizer.step()
+    return torch.cat([p.grad.flatten() for p in module.parameters()]) * NUM_SAMPLES
+
+
+def test_losses_of_shape_b_by_1_are_clipped_one_by_one():
+    """Opacus multiplies every loss by every factor: the sum then exceeds B thresholds."""
+    x, y = make()[3]
+    ghost = summed_gradient(*make()[:3], x, 100 * y)
+    hooks = summed_gradient(*make(mode="hooks")[:3], x, 100 * y)
+
+    # Two roads to the same float32 sum of 8 samples of norm at most C.
+    torch.testing.assert_close(ghost, hooks, rtol=0, atol=1e-5 * NUM_SAMPLES * C)
+    assert ghost.norm() <= NUM_SAMPLES * C * (1 + 1e-5)
+
+
+def test_opacus_itself_breaks_on_losses_of_shape_b_by_1():
+    """Without this the test above would not show what it repairs."""
+    x, y = make()[3]
+    module, optimizer, criterion, _ = make(engine=opacus.PrivacyEngine)
+
+    assert summed_gradient(module, optimizer, criterion, x, 100 * y).norm() > NUM_SAMPLES * C
+
+
+def test_more_than_one_loss_a_sample_is_refused():
+    module, optimizer, criterion, (x, y) = make()
+
+    with pytest.raises(ValueError, match="one entry a sample"):
+        criterion(module(x).expand(-1, 2), y.expand(-1, 2)).backward()
+    assert optimizer.num_releases == 0
+
+
+def test_losses_that_are_not_samples_are_refused():
+    module, _, criterion, (x, y) = make()
+    tokens = module(x).repeat(3, 1)
+
+    with pytest.raises(ValueError, match=r"got 24 for a batch of 8"):
+        criterion(tokens, y.repeat(3, 1)).backward()
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda loss, penalty: loss + penalty,
+        lambda loss, penalty: penalty + loss,
+        lambda loss, penalty: loss - penalty,
+        lambda loss, penalty: loss * penalty,
+    ],
+)
+def test_a_penalty_that_needs_a_gradient_is_refused(combine):
+    module, _, criterion, (x, y) = make()
+    penalty = sum(p.square().sum() for p in module.parameters())
+
+    with pytest.raises(ValueError, match="weight decay"):
+        combine(criterion(module(x), y), penalty)
+
+
+class Penalized(nn.MSELoss):
+    """Hides the penalty inside the criterion."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.parameter = module.inner.weight
+
+    def forward(self, outputs, targets):
+        return super().forward(outputs, targets) + self.parameter.square().sum()
+
+
+def test_a_penalty_inside_the_criterion_is_refused():
+    module, _, criterion, (x, y) = make()
+    criterion.criterion = Penalized(module)
+
+    with pytest.raises(ValueError, match=r"inner\.weight.* used elsewhere"):
+        criterion(module(x), y).backward()
+
+
+def test_a_parameter_used_outside_its_layer_is_refused():
+    module, optimizer, criterion, (x, y) = make(FunctionallyTied)
+
+    with pytest.raises(ValueError, match=r"inner\.weight.* used elsewhere"):
+        criterion(module(x), y).backward()
+    assert optimizer.num_releases == 0
+
+
+def test_hooks_are_enabled_again_after_an_error_between_the_passes():
+    module, _, criterion, (x, y) = make()
+    loss = criterion(module(x), y)
+    module.head.weight.requires_grad_(False)
+
+    with pytest.raises(ValueError, match="requires_grad changed"):
+        loss.backward()
+    assert module.hooks_enabled
+
+
+def test_constants_keep_the_loss_private():
+    module, optimizer, criterion, (x, y) = make()
+    plain = summed_gradient(*make()[:3], x, y)
+
+    optimizer.zero_grad()
+    # The constants cancel: -(-2 l + 1) / 2 + 1 - 0.5 = l; so must their effect on the gradient.
+    (-(1 - 2 * criterion(module(x), y)) / 2 + 1 - 0.5).backward()
+    optimizer.step()
+
+    combined = torch.cat([p.grad.flatten() for p in module.parameters()]) * NUM_SAMPLES
+    torch.testing.assert_close(combined, plain, rtol=0, atol=1e-5 * NUM_SAMPLES * C)
+    assert optimizer.num_releases == 1
