@@ -9,7 +9,7 @@ takes the small digits that come with scikit-learn::
     python examples/mnist.py --clipping flat --max-grad-norm 0.1
     python examples/mnist.py --data mnist --data-root DIR --lr 0.25 --batch-size 512
     python examples/mnist.py --checkpoint digits.pt
-    python examples/mnist.py --checkpoint digits.pt --resume --epochs 40
+    python examples/mnist.py --checkpoint digits.pt --resume --epochs 20
 
 Training loss is not printed: it is computed from private data without noise.
 """
@@ -154,7 +154,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     add("--max-grad-norm", type=float, default=1.0, metavar="C_0", help="initial threshold (1.0)")
     add("--noise-multiplier", type=float, default=1.0, help="noise per threshold (1.0)")
     add("--delta", type=float, default=1e-5, help="delta of the budget (1e-5)")
-    add("--epochs", type=int, default=20, help="epochs in all, those before a resume too (20)")
+    add("--epochs", type=int, default=10, help="epochs in all, those before a resume too (10)")
     add("--batch-size", type=int, default=128, help="expected size of a logical batch (128)")
     add("--max-physical-batch-size", type=int, metavar="N", help="samples in memory at once (all)")
     add("--lr", type=float, default=0.25, help="learning rate of SGD (0.25)")

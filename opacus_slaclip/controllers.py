@@ -178,7 +178,7 @@ def next_clip_norm(
     try:
         number = float(result)
     except OverflowError:  # a huge int or fraction is finite all the same
-        number = sys.float_info.max if result > 0 else -sys.float_info.max
+        number = max_clipbound if result > 0 else min_clipbound  # type: ignore[operator]
     if not math.isfinite(number):
         raise ValueError(
             f"controller must return a finite threshold, got {number} from {controller!r} at "

@@ -332,6 +332,14 @@ def test_no_sample_exceeds_the_budget(sample: tuple[list[torch.Tensor], float, i
     assert stays_within_budget(grads, C, K)
 
 
+@pytest.mark.parametrize(("clip_norm", "norm"), [(7.2e-27, 1e19), (3.2e-26, 1e14)])
+def test_no_sample_exceeds_the_budget_where_its_factor_is_a_subnormal(
+    clip_norm: float, norm: float
+) -> None:
+    grads = [torch.tensor([[norm]])]  # C / n is below 1.2e-38, where float32 has few bits left
+    assert stays_within_budget(grads, clip_norm, 1)
+
+
 def slack_outside_too(norms: torch.Tensor, *, clip_norm: float, num_slots: int) -> torch.Tensor:
     """Encode |C - n| for norms above C, up to all slots."""
     distance = (clip_norm - norms).abs().clamp(max=clip_norm)

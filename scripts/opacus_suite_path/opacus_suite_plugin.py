@@ -26,7 +26,7 @@ OPACUS = "opacus:PrivacyEngine"
 class Substitution:
     """The engine of this run and how often its ``make_private`` was called."""
 
-    def __init__(self, engine: type, clipping: str, seed: int) -> None:
+    def __init__(self, engine: Any, clipping: str, seed: int) -> None:
         self.engine = engine
         self.seed = seed
         self.calls = 0
@@ -34,8 +34,9 @@ class Substitution:
         self._wrap("make_private", clipping, counted=True)
         # Its calls of make_private are counted there.
         self._wrap("make_private_with_epsilon", clipping, counted=False)
-        opacus.PrivacyEngine = engine  # type: ignore[misc]
-        opacus.privacy_engine.PrivacyEngine = engine  # type: ignore[misc]
+        modules: tuple[Any, ...] = (opacus, opacus.privacy_engine)
+        for module in modules:
+            module.PrivacyEngine = engine
 
     def _wrap(self, name: str, clipping: str, *, counted: bool) -> None:
         method: Callable[..., Any] = getattr(self.engine, name)

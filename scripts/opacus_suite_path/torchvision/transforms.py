@@ -15,6 +15,7 @@ class Compose:
         self.transforms = transforms
 
     def __call__(self, image: Any) -> Any:
+        """Transform one image."""
         for transform in self.transforms:
             image = transform(image)
         return image
@@ -24,6 +25,7 @@ class ToTensor:
     """Scale bytes to floats between 0 and 1."""
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        """Transform one image."""
         return image.float() / 255
 
 
@@ -35,4 +37,5 @@ class Normalize:
         self.std = torch.tensor(std).view(-1, 1, 1)
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        """Transform one image."""
         return (image - self.mean) / self.std
