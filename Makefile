@@ -7,7 +7,7 @@ DIST ?= dist
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build ci clean
+.PHONY: help demo test audit lint format build ci clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,6 +17,9 @@ demo: $(VENV)/.demo  ## train a small private model and show what the threshold 
 
 test: $(VENV)/.dev  ## run the tests on two processes; ARGS="-k name" goes to pytest
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 $(ARGS)
+
+audit: $(VENV)/.dev  ## audit the privacy of whole steps for half an hour; ARGS="--short" for a minute
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.audit $(ARGS)
 
 lint: $(VENV)/.dev  ## check style, format and types
 	$(VENV)/bin/ruff check

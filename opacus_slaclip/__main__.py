@@ -76,7 +76,8 @@ def _train_with_progress(settings: RunSettings, split: DataSplit) -> RunResult:
     from tqdm import tqdm
 
     steps = settings.epochs * -(-len(split.train) // settings.batch_size)
-    with tqdm(total=steps, desc=settings.label(), unit="step") as bar:
+    interval = 0.1 if sys.stderr.isatty() else 5.0  # in seconds; a log file keeps every line
+    with tqdm(total=steps, desc=settings.label(), unit="step", mininterval=interval) as bar:
 
         def on_step(clip_norm: float) -> None:
             bar.set_postfix_str(f"C = {clip_norm:.3g}", refresh=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -13,6 +13,7 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
 
 from opacus_slaclip._precision import accumulation_dtype
 from opacus_slaclip.ghost_modules import GhostClippingMixin
@@ -46,11 +47,28 @@ def check_mode(arguments: Mapping[str, Any]) -> None:
             "the reduction of your criterion."
         )
     _check_wrapping(module, mode)
+    _check_layers(module)
+    if arguments["poisson_sampling"] and isinstance(
+        arguments["data_loader"].dataset, IterableDataset
+    ):
+        raise ValueError(
+            "data_loader must not stream from an IterableDataset with Poisson sampling, which "
+            "draws samples by index. Pass a map-style dataset."
+        )
     if is_distributed(module):
         _check_distributed(arguments)
     if mode in GHOST_MODES:
         _check_ghost(module, arguments["optimizer"])
     _warn_of_empty_batches(arguments)
+
+
+def _check_layers(module: nn.Module) -> None:
+    if any(getattr(layer, "max_norm", None) is not None for layer in module.modules()):
+        raise ValueError(
+            "module must not hold an embedding with max_norm: it rescales the rows of the tokens "
+            "it sees in every forward pass, so data changes parameters without noise. Use "
+            "max_norm=None."
+        )
 
 
 def _check_wrapping(module: nn.Module, mode: str) -> None:
@@ -109,13 +127,28 @@ def _check_ghost(module: nn.Module, optimizer: Any) -> None:
             f"round the clipped sums of {low} to 8 bits, which the noise does not cover. Use "
             "grad_sample_mode='hooks', which sums in float32."
         )
-    owners = Counter(
-        id(p)
-        for layer in module.modules()
-        if type(layer) in GhostClippingMixin.NORM_SAMPLERS
-        for p in layer.parameters(recurse=False)
+    _check_single_owners(module, trainable)
+    if any(
+        isinstance(layer, nn.Embedding) and layer.scale_grad_by_freq for layer in module.modules()
+    ):
+        raise ValueError(
+            "module must not hold an Embedding with scale_grad_by_freq=True in ghost mode: it "
+            "divides a sample's gradient by how often its tokens are in the batch, after its norm "
+            "was taken. Use scale_grad_by_freq=False, or grad_sample_mode='hooks'."
+        )
+
+
+def _check_single_owners(module: nn.Module, trainable: Mapping[str, nn.Parameter]) -> None:
+    owners: dict[int, list[type]] = defaultdict(list)
+    for layer in module.modules():
+        for p in layer.parameters(recurse=False):
+            owners[id(p)].append(type(layer))
+    has_norm = GhostClippingMixin.NORM_SAMPLERS
+    tied = sorted(
+        name
+        for name, p in trainable.items()
+        if len(owners[id(p)]) > 1 and any(owner in has_norm for owner in owners[id(p)])
     )
-    tied = sorted(name for name, p in trainable.items() if owners[id(p)] > 1)
     if tied:
         raise ValueError(
             f"module must not share parameters between layers in ghost mode, whose norms are "

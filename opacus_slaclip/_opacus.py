@@ -35,6 +35,12 @@ def check_not_processed(gradient: Any) -> None:
     _check_processed_flag(gradient)
 
 
+def is_processed(gradient: Any) -> bool:
+    """Whether ``gradient``, a tensor or a list of them, was already used in a step."""
+    parts = gradient if isinstance(gradient, list) else [gradient]
+    return any(hasattr(part, "_processed") for part in parts)
+
+
 def mark_processed(gradient: Any) -> None:
     """Mark ``gradient`` as used, so that a second use raises."""
     _mark_as_processed(gradient)
@@ -70,6 +76,21 @@ def delete_norm_sample(parameter: Any) -> None:
     """Drop the private ghost norm that Opacus leaves on a parameter."""
     if hasattr(parameter, "_norm_sample"):
         del parameter._norm_sample
+
+
+def delete_activations(layer: Any) -> None:
+    """Drop what a forward pass left on a layer for its backward pass."""
+    for name in ("activations", "max_batch_len", "_forward_counter"):
+        if hasattr(layer, name):
+            delattr(layer, name)
+
+
+def reset_forward_count(parameter: Any) -> None:
+    """Forget forward passes and partial gradients that wait for a backward pass."""
+    if hasattr(parameter, "_forward_counter"):
+        parameter._forward_counter = 0
+    if hasattr(parameter, "_current_grad_sample"):
+        del parameter._current_grad_sample
 
 
 def forward_count(parameter: Any) -> int:

@@ -11,7 +11,12 @@ from opacus_slaclip._validate import (
     check_clip_norm,
     check_num_slots,
 )
-from opacus_slaclip.controllers import Controller, SlaClipController, SlaClipQController
+from opacus_slaclip.controllers import (
+    Controller,
+    SlaClipController,
+    SlaClipQController,
+    read_controller_state,
+)
 
 CONTROLLERS: dict[str, type[SlaClipController] | type[SlaClipQController]] = {
     "slaclip": SlaClipController,
@@ -104,6 +109,7 @@ def _resolve_controller(clipping: str, options: Mapping[str, Any]) -> Controller
                 f"controller must be callable as (clip_norm, indicator) -> float, got "
                 f"{controller!r}. Pass one of opacus_slaclip's controllers or a function."
             )
+        read_controller_state(controller)  # must fit into a checkpoint
         return controller
     if clipping == "slaclip" and "target_unclipped_quantile" in given:
         raise TypeError(

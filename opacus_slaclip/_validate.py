@@ -24,7 +24,10 @@ def check_real(name: str, value: object, remedy: str) -> float:
         raise TypeError(
             f"{name} must be a real number, got {value!r} ({type(value).__name__}). {remedy}"
         )
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}. {remedy}")
     return number

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -185,3 +185,21 @@ def next_clip_norm(
             f"clip_norm={clip_norm:g}. Return a finite float; the bounds are applied afterwards."
         )
     return min(max(number, min_clipbound), max_clipbound)
+
+
+def read_controller_state(controller: Controller) -> dict[str, float]:
+    """Return the controller's state, empty if it keeps none.
+
+    Raises:
+        TypeError: If an entry is not a plain finite number.
+    """
+    if not isinstance(controller, StatefulController):
+        return {}
+    state = controller.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise TypeError(
+                f"controller.state_dict()[{name!r}] must be a plain finite number, got {value!r}. "
+                "Return floats and ints only: they travel in optimizer checkpoints."
+            )
+    return {name: int(v) if isinstance(v, Integral) else float(v) for name, v in state.items()}

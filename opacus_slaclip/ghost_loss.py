@@ -16,38 +16,44 @@ from opacus_slaclip._precision import full_precision
 class GhostLossTensor(DPTensorFastGradientClipping):
     """Per-sample losses with a ``backward()`` that clips.
 
-    Differs from Opacus's parent: the passes run in full float32; an error between them leaves the
-    hooks enabled; losses of shape (B, 1) are taken as (B,), where the parent would multiply every
-    loss by every clip factor; a penalty that needs a gradient is refused, since no norm covers it.
+    Differs from Opacus's parent: the passes run in full float32; after an error in them the next
+    forward pass starts afresh; losses of shape (B, ...) are reduced to (B,), where the parent would
+    multiply every loss by every clip factor; a penalty that needs a gradient is refused, since no
+    norm covers it.
     """
 
     def backward(self) -> None:
         """Run the two backward passes of ghost clipping.
 
         Raises:
-            ValueError: If there is not one loss a sample, or a parameter is used outside its layer.
+            ValueError: If the losses are not per sample, or a parameter is used outside its layer.
         """
         module: Any = self.module
         optimizer: Any = self.optimizer
-        self.loss_per_sample = _one_a_sample(self.loss_per_sample)
-        module.num_losses = len(self.loss_per_sample)
-        module.check_uses(self.loss_per_sample)
         try:
+            self.loss_per_sample = _one_a_sample(self.loss_per_sample, self.loss_reduction)
+            module.num_losses = len(self.loss_per_sample)
+            module.check_uses(self.loss_per_sample)
             with full_precision(self.loss_per_sample.device.type):
                 super().backward()  # type: ignore[no-untyped-call]
-        finally:
-            module.enable_hooks()
+        except BaseException:
+            optimizer.zero_grad()  # the gradients of the first pass are not clipped
+            module.forget_pass()
+            raise
         optimizer.note_gradients()
 
 
-def _one_a_sample(losses: torch.Tensor) -> torch.Tensor:
-    if losses.dim() == 0 or losses.numel() != len(losses):
+def _one_a_sample(losses: torch.Tensor, loss_reduction: str) -> torch.Tensor:
+    """Reduce all dimensions but the first as the criterion would have, shape (B,)."""
+    if losses.dim() == 0:
         raise ValueError(
-            f"The loss must have one entry a sample in ghost mode, got shape "
-            f"{tuple(losses.shape)} without reduction. Average the other dimensions within the "
-            "criterion."
+            "The loss must have one entry a sample in ghost mode, got a single number. Use a "
+            "criterion that honours reduction='none'."
         )
-    return losses.reshape(len(losses))
+    if losses.dim() == 1:
+        return losses
+    each = losses.flatten(1)
+    return each.mean(dim=1) if loss_reduction == "mean" else each.sum(dim=1)
 
 
 def _keeping_class(name: str) -> Any:

@@ -79,10 +79,11 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
                 f"batch of {len(norms)}. For tokens, pass shape=(batch, length, ...) to the "
                 "criterion, or average them within each sample."
             )
+        clip_norm = self.max_grad_norm
         if self._state is not None:
             self._state.fresh_norms = norms.detach()
-            self._state.fresh_clip_norm = self._state.clip_norm
-        return clip_factors(norms, clip_norm=self.max_grad_norm)
+            self._state.fresh_clip_norm = clip_norm
+        return clip_factors(norms, clip_norm=clip_norm)
 
     def get_norm_sample(self) -> torch.Tensor:
         """Return the norms of the batch, shape (B,), once, if they cover what is summed.
@@ -153,6 +154,15 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
 
     def _without_norm(self) -> list[str]:
         return [n for n, p in self._named_trainable().items() if not hasattr(p, "_norm_sample")]
+
+    def forget_pass(self) -> None:
+        """Forget what a forward and backward pass left on the layers, after an error in them."""
+        for layer in self._module.modules():
+            _opacus.delete_activations(layer)
+        for p in self._module.parameters():
+            _opacus.reset_forward_count(p)
+        self._forget_norms()
+        self.enable_hooks()
 
     def _forget_norms(self) -> None:
         for p in self._module.parameters():

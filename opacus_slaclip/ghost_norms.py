@@ -48,7 +48,7 @@ def linear_norm_sample(
         terms = (b_norms * a.norm(2, dim=-1)).sum(dim=1)
         ret[layer.weight] = _outer_product_norm(b, a) + _rounding(b) * terms
     if layer.bias is not None and layer.bias.requires_grad:
-        ret[layer.bias] = b.sum(dim=1).norm(2, dim=-1) + _rounding(b) * b_norms.sum(dim=1)
+        ret[layer.bias] = _norm(b.sum(dim=1)) + _rounding(b) * b_norms.sum(dim=1)
     return ret
 
 
@@ -75,12 +75,23 @@ def _rounding(tokens: torch.Tensor) -> float:
     return float(tokens.shape[1] * torch.finfo(tokens.dtype).eps)
 
 
+def _has_float64(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "mps"
+
+
+def _norm(vectors: torch.Tensor) -> torch.Tensor:
+    """Return the norms of rows; long float32 sums of squares would come out too low."""
+    dtype = torch.float64 if _has_float64(vectors) else vectors.dtype
+    norms: torch.Tensor = vectors.norm(2, dim=-1, dtype=dtype)
+    return norms.to(vectors.dtype)
+
+
 def _outer_product_norm(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """Return ``|sum_t b_t a_t^T|`` of each sample, by the smaller of two intermediates."""
     gram_entries = 4 * a.shape[1] ** 2  # two Gram matrices, in float64
-    if a.shape[-1] * b.shape[-1] <= gram_entries or a.device.type == "mps":  # no float64 there
-        norms: torch.Tensor = torch.einsum("nti,ntj->nij", b, a).flatten(1).norm(2, dim=-1)
-        return norms
+    # Squares need twice the digits: float64 has them for float32, nothing has them for float64.
+    if a.shape[-1] * b.shape[-1] <= gram_entries or b.dtype == torch.float64 or not _has_float64(b):
+        return _norm(torch.einsum("nti,ntj->nij", b, a).flatten(1))
     a, b, dtype = a.double(), b.double(), b.dtype
     products = torch.bmm(a, a.mT) * torch.bmm(b, b.mT)
     return products.sum(dim=(1, 2)).clamp(min=0).sqrt().to(dtype)

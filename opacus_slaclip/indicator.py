@@ -45,7 +45,7 @@ class SlackIndicator:
         Slot ``j`` (0-based) covers ``[bin_edges[j + 1], bin_edges[j]]``.
         """
         steps = torch.arange(self.num_slots, -1, -1, dtype=torch.float64)
-        return self.clip_norm * steps / self.num_slots
+        return self.clip_norm * (steps / self.num_slots)
 
     def monotone(self) -> torch.Tensor:
         """Return the closest CDF: non-increasing over the slots and within [0, 1], shape (K,).

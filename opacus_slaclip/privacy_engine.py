@@ -10,7 +10,7 @@ import opacus
 from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from opacus_slaclip._modes import GHOST_MODES, check_mode
 from opacus_slaclip._options import (
@@ -28,7 +28,12 @@ from opacus_slaclip._validate import (
 from opacus_slaclip.ghost_loss import GhostLoss
 from opacus_slaclip.ghost_modules import prepare_ghost_module
 from opacus_slaclip.optimizers import SlackReleaseMixin, get_optimizer_class
-from opacus_slaclip.sampling import follow_passes, own_poisson_sampler, replace_batch_sampler
+from opacus_slaclip.sampling import (
+    FollowedBatchSampler,
+    follow_passes,
+    own_poisson_sampler,
+    with_batch_sampler,
+)
 
 # What make_private_with_epsilon hands on to Opacus's calibration and accountants.
 _ACCOUNTING_EXTRAS = ("epsilon_tolerance", "alphas", "poisson", "eps_error", "delta_error")
@@ -95,6 +100,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
             return super().make_private(clipping=clipping, **kwargs)
         check_names(kwargs, _MAKE_PRIVATE_NAMES | set(OPTIONS), clipping=clipping)
         resolved = self._check(clipping, kwargs)
+        return self._make_private(clipping, kwargs, resolved)
+
+    def _make_private(self, clipping: str, kwargs: dict[str, Any], resolved: dict[str, Any]) -> Any:
         noise_multiplier = check_noise_multiplier(kwargs.get("noise_multiplier"))
         for bound in ("min_clipbound", "max_clipbound"):
             check_noise_scale(noise_multiplier, resolved[bound])
@@ -132,7 +140,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         missing = [name for name in target if name not in kwargs]
         if missing:
             raise TypeError(f"make_private_with_epsilon needs {', '.join(missing)}.")
-        self._check(clipping, {name: kwargs[name] for name in kwargs if name in accepted})
+        arguments = {name: kwargs[name] for name in kwargs if name in accepted}
+        resolved = self._check(clipping, arguments)
         if len(self.accountant) > 0:
             warnings.warn(
                 "This engine has already spent privacy budget; the calibrated noise assumes none, "
@@ -144,11 +153,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             accountant=self.accountant.mechanism(),
             **{name: kwargs[name] for name in kwargs if name in (*target, *_ACCOUNTING_EXTRAS)},
         )
-        return self.make_private(
-            clipping=clipping,
-            noise_multiplier=noise_multiplier,
-            **{name: kwargs[name] for name in kwargs if name in accepted},
-        )
+        arguments["noise_multiplier"] = noise_multiplier
+        return self._make_private(clipping, arguments, resolved)
 
     def _check(self, clipping: str, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Check all but the noise before anything is wrapped; return our options, resolved."""
@@ -188,9 +194,13 @@ class PrivacyEngine(opacus.PrivacyEngine):
         private = super()._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed, **kwargs
         )
-        if self._slaclip_module is not None and poisson_sampling:
+        if self._slaclip_module is None:
+            return private
+        if poisson_sampling:
             sampler = own_poisson_sampler(private.batch_sampler, secure=self.secure_mode)
-            replace_batch_sampler(private, sampler)
+            return with_batch_sampler(private, sampler)
+        if type(private.batch_sampler) is BatchSampler:
+            return with_batch_sampler(private, FollowedBatchSampler.like(private.batch_sampler))
         return private
 
     def _prepare_optimizer(

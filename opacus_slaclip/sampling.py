@@ -8,6 +8,7 @@ leak into the next one.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
 )
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 
 class PassFollower(Protocol):
@@ -37,6 +38,7 @@ class _FollowedSampler:
     """Mixed into a batch sampler: reports the beginning and the end of each pass."""
 
     _follower: weakref.ref[PassFollower] | None = None
+    _every_batch_is_a_step = True
 
     def follow(self, follower: PassFollower) -> None:
         """Report to ``follower`` for as long as it lives."""
@@ -50,7 +52,7 @@ class _FollowedSampler:
         for batch in batches:
             num_batches += 1
             yield batch
-        if follower is not None:
+        if follower is not None and self._every_batch_is_a_step:
             follower.end_pass(num_batches)
 
 
@@ -61,6 +63,21 @@ class PoissonSampler(_FollowedSampler, UniformWithReplacementSampler):
         """Yield the indices of one logical batch after the other."""
         batches: Iterator[list[int]] = super().__iter__()  # type: ignore[no-untyped-call]
         return self._followed(batches)
+
+
+class FollowedBatchSampler(_FollowedSampler, BatchSampler):
+    """torch's ``BatchSampler`` (uniform sampling), reporting passes."""
+
+    _every_batch_is_a_step = False  # gradients may be accumulated over several batches
+
+    @classmethod
+    def like(cls, batch_sampler: BatchSampler) -> FollowedBatchSampler:
+        """Return a sampler of the same batches."""
+        return cls(batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the indices of one logical batch after the other."""
+        return self._followed(super().__iter__())
 
 
 class DistributedPoissonSampler(_FollowedSampler, DistributedUniformWithReplacementSampler):
@@ -137,9 +154,11 @@ def own_poisson_sampler(
     )
 
 
-def replace_batch_sampler(data_loader: DataLoader[Any], batch_sampler: Any) -> None:
-    """Give ``data_loader`` another batch sampler, which torch allows only at construction."""
-    object.__setattr__(data_loader, "batch_sampler", batch_sampler)
+def with_batch_sampler(data_loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
+    """Return the same loader with another batch sampler."""
+    twin = copy.copy(data_loader)
+    object.__setattr__(twin, "batch_sampler", batch_sampler)  # torch's own setter refuses
+    return twin
 
 
 def follow_passes(data_loader: DataLoader[Any], follower: PassFollower) -> None:

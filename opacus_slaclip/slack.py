@@ -56,9 +56,11 @@ def clip_factors(norms: torch.Tensor, *, clip_norm: float) -> torch.Tensor:
         clip_norm: Threshold ``C`` in gradient-norm units.
 
     Returns:
-        ``min(1, C / (n + 1e-6))``, shape (B,): Opacus's factor, bit for bit.
+        ``min(1, C / (n + 1e-6))``, shape (B,): Opacus's, bit for bit, unless it is subnormal.
+        Such a factor has lost its precision and could double a sample; it becomes 0.
     """
-    return (clip_norm / (norms + _NORM_OFFSET)).clamp(max=1.0)
+    factors = (clip_norm / (norms + _NORM_OFFSET)).clamp(max=1.0)
+    return factors.masked_fill(factors < torch.finfo(factors.dtype).tiny, 0.0)
 
 
 def slack_in_slots(norms: torch.Tensor, *, clip_norm: float, num_slots: int) -> torch.Tensor:

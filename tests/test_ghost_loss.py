@@ -82,11 +82,32 @@ def test_opacus_itself_breaks_on_losses_of_shape_b_by_1():
     assert summed_gradient(module, optimizer, criterion, x, 100 * y).norm() > NUM_SAMPLES * C
 
 
-def test_more_than_one_loss_a_sample_is_refused():
-    module, optimizer, criterion, (x, y) = make()
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_losses_of_several_outputs_are_reduced_within_each_sample(reduction):
+    class Wide(Pooled):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 2)
 
-    with pytest.raises(ValueError, match="one entry a sample"):
-        criterion(module(x).expand(-1, 2), y.expand(-1, 2)).backward()
+    x, y = make()[3]
+    options = {"criterion": nn.MSELoss(reduction=reduction), "loss_reduction": reduction}
+    ghost, hooks = (
+        summed_gradient(*make(Wide, mode=mode, **options)[:3], x, 100 * y.expand(-1, 2))
+        for mode in ("ghost", "hooks")
+    )
+
+    torch.testing.assert_close(ghost, hooks, rtol=0, atol=1e-4 * NUM_SAMPLES * C)
+
+
+def test_a_single_number_is_no_loss_a_sample():
+    class Reduced(nn.MSELoss):
+        def forward(self, outputs, targets):
+            return super().forward(outputs, targets).mean()
+
+    module, optimizer, criterion, (x, y) = make(criterion=Reduced())
+
+    with pytest.raises(ValueError, match="one entry a sample in ghost mode, got a single number"):
+        criterion(module(x), y).backward()
     assert optimizer.num_releases == 0
 
 

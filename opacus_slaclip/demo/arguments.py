@@ -58,7 +58,9 @@ PRESETS = {
     "digits": Preset(
         delta=1e-4, epochs=20, batch_size=128, learning_rate=0.2, clip_norms=(3.0, 0.1)
     ),
-    "mnist": Preset(delta=1e-5, epochs=5, batch_size=512, learning_rate=0.5, clip_norms=(1.0, 0.1)),
+    "mnist": Preset(
+        delta=1e-5, epochs=1, batch_size=512, learning_rate=0.5, clip_norms=(10.0, 0.1)
+    ),
 }
 
 

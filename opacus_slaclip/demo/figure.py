@@ -137,7 +137,13 @@ def _draw_indicator(axes: Axes, run: _Run, indicator: IndicatorRecord) -> None:
         axes.plot(middles, edge, color=run.color, linestyle=run.dashes, linewidth=0.8)
     style = run.style()
     axes.plot(middles, indicator.monotone[::-1], **{**style, "marker": ""})
-    axes.plot(middles, values, clip_on=False, zorder=3, **{**style, "linestyle": ""})
+    dots = {"linestyle": "", "markersize": _dot_size(len(values)), "markeredgewidth": 0.5}
+    axes.plot(middles, values, clip_on=False, zorder=3, **{**style, **dots})
+
+
+def _dot_size(count: int) -> float:
+    """Return the diameter in points at which that many dots leave line and band in view."""
+    return min(8.0, max(2.5, 70.0 / count))
 
 
 def _add_legend(figure: Figure, axes: Axes, results: Sequence[RunResult]) -> None:

@@ -6,13 +6,11 @@ distributed ones alike, and a plain torch optimizer loads them without noticing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any
 
-from opacus_slaclip.controllers import Controller, StatefulController
+from opacus_slaclip.controllers import Controller, read_controller_state
 
 _PREFIX = "slaclip_"
 _CONTROLLER_PREFIX = "slaclip_controller_"
@@ -83,24 +81,6 @@ def read_param_groups(param_groups: Sequence[dict[str, Any]]) -> SavedRelease | 
             f"The checkpoint must have every SlaClip entry, {error} is missing. Load an unmodified "
             "checkpoint."
         ) from error
-
-
-def read_controller_state(controller: Controller) -> dict[str, float]:
-    """Return the controller's state, empty if it keeps none.
-
-    Raises:
-        TypeError: If an entry is not a plain finite number.
-    """
-    if not isinstance(controller, StatefulController):
-        return {}
-    state = controller.state_dict()
-    for name, value in state.items():
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise TypeError(
-                f"controller.state_dict()[{name!r}] must be a plain finite number, got {value!r}. "
-                "Return floats and ints only: they travel in optimizer checkpoints."
-            )
-    return {name: int(v) if isinstance(v, Integral) else float(v) for name, v in state.items()}
 
 
 def check_controller_state(controller: Controller, saved: dict[str, float]) -> None:

@@ -18,30 +18,34 @@ def versions(params: list[Any]) -> list[tuple[int, int] | None]:
 class GhostReleaseMixin(SlackReleaseMixin):
     """Takes the norms that ``loss.backward()`` clipped by; refuses to step without them."""
 
-    def accumulate(self) -> None:
-        """Add the clipped gradients and the slack of one physical batch to the private sums.
-
-        Raises:
-            RuntimeError: If no backward pass came before, or it clipped at another threshold.
-        """
+    def _check_ready(self) -> None:
         state = self._state
-        norms, state.fresh_norms = state.fresh_norms, None
-        if norms is None:
+        if state.fresh_norms is None:
             raise RuntimeError(
                 "step() needs a fresh backward pass in ghost mode. Call backward() on what the "
                 "criterion returned by make_private gives, then step()."
             )
+        message = None
         if state.fresh_clip_norm != state.clip_norm:
-            raise RuntimeError(
+            message = (
                 f"The gradients were clipped at {state.fresh_clip_norm}, but the noise would be "
-                f"scaled for {state.clip_norm:g}. Nothing was released; call zero_grad()."
+                f"scaled for {state.clip_norm:g}. The batch was not used; call zero_grad()."
             )
-        if versions(self.params) != state.grad_versions:
-            raise RuntimeError(
+        elif versions(self.params) != state.grad_versions:
+            message = (
                 "A gradient was changed between backward() and step(): clipped again by a trainer, "
                 "cleared or replaced. The batch was not used. Leave p.grad alone; the threshold is "
                 "the optimizer's to choose."
             )
+        if message is not None:
+            state.fresh_norms = None
+            raise RuntimeError(message)
+
+    def accumulate(self) -> None:
+        """Add the clipped gradients and the slack of one physical batch to the private sums."""
+        state = self._state
+        norms, state.fresh_norms = state.fresh_norms, None
+        assert norms is not None
         super().accumulate()  # type: ignore[misc]
         self._accumulate_slack(norms)
         is_finite = norms.isfinite().all()
@@ -58,7 +62,6 @@ class GhostReleaseMixin(SlackReleaseMixin):
             FloatingPointError: On all workers together; nothing has been released or charged.
         """
         if not self._all_finite():
-            self.drop_logical_batch()
             self.original_optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(
                 "A per-sample gradient norm was not finite, which spoils the whole sum in ghost "

@@ -46,9 +46,6 @@ class SlaClipDPOptimizer(SlackReleaseMixin, DPOptimizer):
     def clip_and_accumulate(self) -> None:
         """Clip each sample to ``max_grad_norm``; add gradients and slack to the private sums."""
         params: list[Any] = self.params
-        for p in params:
-            _opacus.check_not_processed(p.grad_sample)
-            _opacus.check_not_processed(p.summed_grad)
         grad_samples = self.grad_samples
         norms = per_sample_norms(grad_samples)
         factors = clip_factors(norms, clip_norm=self.max_grad_norm)
@@ -69,8 +66,17 @@ class SlaClipDPOptimizer(SlackReleaseMixin, DPOptimizer):
             _opacus.mark_processed(p.grad_sample)
         self._accumulate_slack(norms)
 
+    def _check_ready(self) -> None:
+        params: list[Any] = self.params
+        for p in params:
+            if getattr(p, "grad_sample", None) is None:
+                self._get_flat_grad_sample(p)  # says what is missing
+            _opacus.check_not_processed(p.grad_sample)
+            _opacus.check_not_processed(p.summed_grad)
+
     def _has_fresh_gradient(self) -> bool:
-        return any(getattr(p, "grad_sample", None) is not None for p in self.params)
+        samples = (getattr(p, "grad_sample", None) for p in self.params)
+        return any(s is not None and not _opacus.is_processed(s) for s in samples)
 
     def _add_gradient_noise(self) -> None:
         if not self._is_low_precision():

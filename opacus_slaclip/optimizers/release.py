@@ -91,6 +91,7 @@ class SlackReleaseMixin(ThresholdMixin):
         Returns:
             Whether the wrapped optimizer is to step: False inside a logical batch.
         """
+        self._check_ready()
         announced = _opacus.num_announced(self)
         try:
             with full_precision(self.params[0].device.type if self.params else "cpu"):
@@ -100,11 +101,16 @@ class SlackReleaseMixin(ThresholdMixin):
             # What is left of the batch must not leak into the next one, nor its skip flag.
             self._drop_logical_batch()
             _opacus.forget_announced(self, announced - 1)
+            self._state.excused_in_pass = True
             raise
         noisy_sums, self._state.noisy_sums = self._state.noisy_sums, None
         if noisy_sums is not None:
             self._move_threshold(self._reduced(noisy_sums))
         return is_released
+
+    def _check_ready(self) -> None:
+        """Raise if there is nothing to take up, with everything as it was."""
+        raise NotImplementedError
 
     def _check_in_step(self) -> None:
         """Raise if the workers are not at the same physical batch."""
@@ -171,14 +177,15 @@ class SlackReleaseMixin(ThresholdMixin):
                 stacklevel=2,
             )
         state = self._state
-        if state.batches_in_pass is not None and state.steps_in_pass < state.batches_in_pass:
+        num_batches = 0 if state.excused_in_pass else state.batches_in_pass or 0
+        if state.steps_in_pass < num_batches:
             warnings.warn(
                 "Some logical batches of the last pass had no step, so the accountant charged too "
                 "little. Call step() for every batch, empty ones included. (This depends on the "
                 "data: a local diagnostic, not to be published.)",
                 stacklevel=2,
             )
-        state.steps_in_pass, state.batches_in_pass = 0, None
+        state.steps_in_pass, state.batches_in_pass, state.excused_in_pass = 0, None, False
 
     def end_pass(self, num_batches: int) -> None:
         """Expect a step for each logical batch of the pass; the sampler calls this."""

@@ -21,11 +21,15 @@ from opacus_slaclip._validate import (
     check_noise_scale,
     check_num_slots,
 )
-from opacus_slaclip.controllers import Controller, SlaClipController, StatefulController
+from opacus_slaclip.controllers import (
+    Controller,
+    SlaClipController,
+    StatefulController,
+    read_controller_state,
+)
 from opacus_slaclip.indicator import SlackIndicator
 from opacus_slaclip.optimizers.checkpoint import (
     check_controller_state,
-    read_controller_state,
     read_param_groups,
     write_param_groups,
 )
@@ -53,6 +57,7 @@ class ReleaseState:
     is_finite: torch.Tensor | None = None  # private; ghost: no bad norm in this logical batch
     warned_nonfinite: bool = False
     steps_in_pass: int = 0
+    excused_in_pass: bool = False  # a step of the pass failed with an error of its own
     batches_in_pass: int | None = None  # known once the sampler has handed out the last one
 
     def drop_private(self) -> None:
