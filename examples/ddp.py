@@ -17,7 +17,7 @@ import argparse
 import os
 
 import torch
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -73,7 +73,8 @@ def main() -> None:
     if args.seed is not None:
         torch.manual_seed(args.seed)  # the same everywhere: the loaders still draw differently
     split = load("digits")
-    model = DPDDP(build_model().to(device))  # starts with rank 0's weights
+    # All processes start with rank 0's weights.
+    model = DifferentiallyPrivateDistributedDataParallel(build_model().to(device))
     criterion = nn.CrossEntropyLoss()
     engine = PrivacyEngine()
     private = engine.make_private(

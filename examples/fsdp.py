@@ -86,13 +86,9 @@ def main() -> None:
         clipping=args.clipping,
         grad_sample_mode="ghost_fsdp",
     )
-    local, whole = (
-        sum(p.numel() for p in parameters)
-        for parameters in ((p.to_local() for p in model.parameters()), model.parameters())
-    )
-    say(
-        f"{dist.get_world_size()} processes on {device.type}, {local:,} of {whole:,} parameters here"
-    )
+    shard = sum(parameter.to_local().numel() for parameter in model.parameters())
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    say(f"{dist.get_world_size()} processes on {device.type}, {shard:,} of {whole:,} weights each")
     for epoch in range(1, args.epochs + 1):
         model.train()
         for images, labels in loader:

@@ -44,33 +44,38 @@ class PrivateClassifier(LightningModule):
         self.delta = delta
 
     def configure_optimizers(self) -> Any:
+        """Hand over the private optimizer."""
         return self.private_optimizer
 
     def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
+        """Return the loss; zero_grad, backward and step are Lightning's."""
         images, labels = batch
         return nn.functional.cross_entropy(self.network(images), labels)
 
     def on_train_batch_end(self, *_: Any) -> None:
+        """Log the threshold that the next batch is clipped at."""
         # Lightning's own wrapper of the optimizer, as users meet it; C in it is alive.
         self.log("C", self.optimizers().max_grad_norm)
         self.log("releases", float(self.optimizers().num_releases))
 
     def on_train_epoch_end(self) -> None:
-        clip_norm, epsilon = (
-            self.private_optimizer.max_grad_norm,
-            self.engine.get_epsilon(self.delta),
-        )
+        """Show what the epoch has come to."""
+        clip_norm = self.private_optimizer.max_grad_norm
+        epsilon = self.engine.get_epsilon(self.delta)
         self.print(f"epoch {self.current_epoch + 1}: C = {clip_norm:.6g}, epsilon = {epsilon:.3f}")
 
     def test_step(self, batch: Any, batch_index: int) -> None:
+        """Count hits; test data counts as public."""
         images, labels = batch
         hits = (self.network(images).argmax(1) == labels).float().mean()
         self.log("test_accuracy", hits, batch_size=len(labels))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the budget spent beside weights and threshold."""
         checkpoint["privacy_accountant"] = self.engine.accountant.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on counting from there."""
         self.engine.accountant.load_state_dict(checkpoint["privacy_accountant"])
 
 

@@ -30,10 +30,10 @@ from opacus_slaclip import PrivacyEngine
 
 ALPHABET = string.ascii_letters + " .,;'-"  # fixed and public; 0 stands for padding
 MADE_UP = {  # syllables and endings
-    "North": ("hra ska vol gri sten bor".split(), ["son", "gard"]),
-    "South": ("la mi ro ca ne to".split(), ["etti", "ucci"]),
-    "East": ("ki ha to mu sa yo".split(), ["moto", "yama"]),
-    "West": ("mac o bri don kel fin".split(), ["ley", "nan"]),
+    "North": ("hra ska vol gri sten bor", ["son", "gard"]),
+    "South": ("la mi ro ca ne to", ["etti", "ucci"]),
+    "East": ("ki ha to mu sa yo", ["moto", "yama"]),
+    "West": ("mac o bri don kel fin", ["ley", "nan"]),
 }
 
 
@@ -78,7 +78,8 @@ def write_made_up_names(folder: Path, per_language: int = 500) -> None:
     rng = random.Random(0)
     for language, (syllables, endings) in MADE_UP.items():
         names = [
-            "".join(rng.choices(syllables, k=rng.randint(1, 3)) + [rng.choice(endings)]).title()
+            "".join(rng.choices(syllables.split(), k=rng.randint(1, 3))).title()
+            + rng.choice(endings)
             for _ in range(per_language)
         ]
         (folder / f"{language}.txt").write_text("\n".join(names) + "\n", encoding="utf-8")

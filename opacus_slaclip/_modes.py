@@ -10,8 +10,10 @@ from typing import Any
 
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import AbstractGradSampleModule
+from torch import distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
@@ -40,13 +42,13 @@ def check_mode(arguments: Mapping[str, Any]) -> None:
         ValueError: If it cannot, saying why and what to use instead.
     """
     module, mode = arguments["module"], arguments["grad_sample_mode"]
+    _check_wrapping(module, mode)
     get_optimizer_class(grad_sample_mode=mode, distributed=is_distributed(module))
     if arguments["loss_reduction"] not in ("mean", "sum"):
         raise ValueError(
             f"loss_reduction must be 'mean' or 'sum', got {arguments['loss_reduction']!r}. Pass "
             "the reduction of your criterion."
         )
-    _check_wrapping(module, mode)
     _check_layers(module)
     if arguments["poisson_sampling"] and isinstance(
         arguments["data_loader"].dataset, IterableDataset
@@ -57,6 +59,8 @@ def check_mode(arguments: Mapping[str, Any]) -> None:
         )
     if is_distributed(module):
         _check_distributed(arguments)
+    if isinstance(module, FSDPModule):
+        _check_sharding(module)
     if mode in GHOST_MODES:
         _check_ghost(module, arguments["optimizer"])
     _warn_of_empty_batches(arguments)
@@ -108,6 +112,36 @@ def _check_distributed(arguments: Mapping[str, Any]) -> None:
             "sample enters on every rank and moves the sum by several thresholds. Pass "
             "sampler=torch.utils.data.DistributedSampler(dataset), or use Poisson sampling."
         )
+
+
+def _check_sharding(module: Any) -> None:
+    sharding: Any = fully_shard  # typed as if it were a plain function
+    replicated = sorted(
+        name
+        for name, p in module.named_parameters()
+        if p.requires_grad
+        and (
+            not isinstance(p, DTensor)
+            or p.device_mesh.ndim != 1
+            or p.device_mesh.size() != dist.get_world_size()
+        )
+    )
+    if replicated:
+        raise ValueError(
+            f"module must be sharded over all ranks by a one-dimensional mesh; {replicated} are "
+            "not, so every replica would draw noise of its own for one sum. Use fully_shard with "
+            "a one-dimensional mesh and without ignored_params."
+        )
+    for layer in module.modules():
+        policy = sharding.state(layer)._mp_policy if isinstance(layer, FSDPModule) else None
+        for name in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(policy, name, None)
+            if dtype is not None and accumulation_dtype(dtype) != dtype:
+                raise ValueError(
+                    f"mp_policy must have float32 or float64 as its {name}, got {dtype}: sums of "
+                    "clipped gradients would be rounded to 8 bits before they are noised. Leave "
+                    "it out."
+                )
 
 
 def _check_ghost(module: nn.Module, optimizer: Any) -> None:

@@ -13,6 +13,7 @@ from opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
     GradSampleModuleFastGradientClippingFSDP,
 )
+from opacus.utils.module_utils import trainable_parameters
 from torch import nn
 
 from opacus_slaclip import _opacus
@@ -216,6 +217,36 @@ class _ShardedMixin(GhostClippingMixin):
 
     def _counted_parameters(self) -> set[nn.Parameter]:
         return set()  # what a layer uses under FSDP2 is not the parameter it owns
+
+    def capture_backprops_hook(
+        self,
+        module: nn.Module,
+        _forward_input: torch.Tensor,
+        forward_output: torch.Tensor,
+        loss_reduction: str,
+        batch_first: bool,
+    ) -> None:
+        """Compute norms; of an empty local batch there are none, whatever the layer.
+
+        Opacus's parent takes an empty batch for linear layers alone.
+        """
+        backprops = forward_output[0].detach()
+        if not self.hooks_enabled or backprops.shape[0 if batch_first else 1] > 0:
+            super().capture_backprops_hook(
+                module, _forward_input, forward_output, loss_reduction, batch_first
+            )
+            return
+        layer: Any = module
+        self.rearrange_grad_samples(  # takes the activations off the layer
+            module=module,
+            backprops=backprops,
+            loss_reduction=loss_reduction,
+            batch_first=batch_first,
+        )
+        layer._forward_counter -= 1
+        layer.norm_sample = [backprops.new_zeros(0) for _ in trainable_parameters(module)]
+        if not layer.activations and hasattr(layer, "max_batch_len"):
+            del layer.max_batch_len
 
     def _layers(self) -> list[Any]:
         return list(self.iterate_submodules(self._module))

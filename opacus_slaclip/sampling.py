@@ -19,6 +19,7 @@ from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
 )
+from torch import distributed as dist
 from torch.utils.data import BatchSampler, DataLoader
 
 
@@ -174,4 +175,8 @@ def is_distributed_sampler(data_loader: DataLoader[Any]) -> bool:
         data_loader.batch_sampler,
         getattr(data_loader.batch_sampler, "sampler", None),
     )
-    return any(hasattr(sampler, "num_replicas") for sampler in samplers)
+    own = (dist.get_world_size(), dist.get_rank())
+    return any(
+        (getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)) == own
+        for sampler in samplers
+    )

@@ -129,6 +129,11 @@ def _tail(log: Path) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
 
 
+def opacus_tests() -> Path:
+    """Return the folder of Opacus's tests, without importing Opacus, and so torch, here."""
+    return Path(str(distribution("opacus").locate_file("opacus/tests")))
+
+
 def read_results(path: Path) -> dict[str, Result]:
     """Read a JUnit XML file; return a result for each node id."""
     tags = {"skipped": "skipped", "failure": "failed", "error": "errors"}
@@ -222,7 +227,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(arguments: Sequence[str] | None = None, *, engine: str = OURS) -> int:
     """Run both sides and report; return the exit status."""
     options = parse_arguments(arguments)
-    tests = Path(str(distribution("opacus").locate_file("opacus/tests")))  # without importing torch
+    tests = opacus_tests()
     selection = ["."] if options.all else options.tests or DEFAULT_TESTS
     theirs, ours = Side(OPACUS), Side(engine, options.clipping)
     print(f"opacus {version('opacus')}, torch {version('torch')}, {options.processes} processes")

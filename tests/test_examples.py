@@ -137,8 +137,12 @@ def test_mnist_adapts_at_the_price_of_plain_dp_sgd(plain_digits):
     assert plain_digits.epsilon == spent(
         samples=NUM_DIGITS, batch_size=128, epochs=3, delta=plain_digits.delta
     )
-    # Ten classes; measured for seeds 0 to 4: see the threshold's effect in examples/README.md.
-    assert plain_digits.accuracy > 0.3
+
+
+def test_mnist_learns_with_its_defaults(tmp_path):
+    outcome = run("mnist.py", "--seed", "0", folder=tmp_path)
+
+    assert outcome.accuracy > 0.8  # 0.93, 0.91 and 0.89 for seeds 0, 1 and 2
 
 
 @pytest.mark.parametrize(
@@ -348,7 +352,7 @@ def test_lora_trains_adapters_and_head_only(targets, tmp_path):
     [
         ("ddp.py", ("--grad-sample-mode", "hooks"), "2 processes on cpu, hooks"),
         ("ddp.py", ("--grad-sample-mode", "ghost"), "2 processes on cpu, ghost"),
-        ("fsdp.py", (), "2 processes on cpu, 13,061 of 26,122 parameters here"),
+        ("fsdp.py", (), "2 processes on cpu, 13,061 of 26,122 weights each"),
     ],
     ids=["ddp-hooks", "ddp-ghost", "fsdp"],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-SCHEDULERS = ["schedulers/grad_clip_scheduler_test.py", "--processes=0"]
-TEST = "schedulers/grad_clip_scheduler_test.py::GradClipSchedulerTest::test_"
+SCHEDULER_TESTS = "schedulers/grad_clip_scheduler_test.py"
+OWN_MODULES = ("torchvision", "opacus_suite", "opacus_suite_plugin")
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="a_test.T" name="passes"><properties>
@@ -50,8 +49,8 @@ def suite(monkeypatch):
     import opacus_suite
 
     yield opacus_suite
-    # The stand-in must not outlive the test in this process.
-    for name in [n for n in sys.modules if n.split(".")[0] in ("torchvision", "opacus_suite")]:
+    # A stand-in must not outlive the test.
+    for name in [n for n in sys.modules if n.split(".")[0] in OWN_MODULES]:
         del sys.modules[name]
 
 
@@ -134,57 +133,56 @@ def test_a_run_in_which_nothing_passed_or_nothing_was_called_is_a_fault(suite):
 
 
 def test_ours_passes_where_opacus_does(suite, capsys):
-    assert suite.main(SCHEDULERS) == 0
+    assert suite.main([SCHEDULER_TESTS, "--processes=0"]) == 0
 
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     counted = {row[0]: row[2:7] for row in rows if row and row[0] in (suite.OPACUS, suite.OURS)}
     # passed, skipped, failed, errors, calls: one of make_private in each of the three tests
-    assert counted == dict.fromkeys((suite.OPACUS, suite.OURS), ["3", "0", "0", "0", "3"])
+    row = ["3", "0", "0", "0", "3"]
+    assert counted == {suite.OPACUS: row, suite.OURS: row}
 
 
-def test_a_broken_engine_is_found(suite, monkeypatch, tmp_path, capsys):
+def test_a_broken_engine_is_noticed(suite, monkeypatch, tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    side = suite.Side("broken:PrivacyEngine")
 
-    assert suite.main(SCHEDULERS, engine="broken:PrivacyEngine") == 1
+    side.run(suite.opacus_tests(), [SCHEDULER_TESTS], processes=0, limit=600)
 
-    lost = capsys.readouterr().out.partition("and not with ours: ")[2]
-    assert f"{TEST}exponential_scheduler" in lost
-
-
-def test_tests_that_do_not_use_the_engine_do_not_count(suite, capsys):
-    assert suite.main(["poisson_test.py", "--processes=0"]) == 1
-
-    assert f"make_private of {suite.OURS} was never called" in capsys.readouterr().out
+    assert [result.outcome for result in side.attempts[0].values()] == ["failed"] * 3
 
 
-def test_a_selection_that_does_not_exist_fails(suite, capsys):
-    assert suite.main(["nonexistent_test.py", "--processes=0"]) == 1
-
-    assert "pytest ended with status" in capsys.readouterr().out
-
-
-def test_slaclip_takes_the_place_of_flat_on_request(suite, capsys):
-    suite.main([*SCHEDULERS, "--clipping=slaclip"])
-
-    assert f"{suite.OURS} (slaclip)" in capsys.readouterr().out
-
-
-def test_a_test_module_that_holds_another_engine_stops_the_run(tmp_path):
+def test_a_test_module_that_holds_another_engine_stops_the_run(suite, tmp_path):
     (tmp_path / "a_test.py").write_text(
         "class PrivacyEngine: ...\ndef test_it(): ...\n", encoding="utf-8"
     )
-    command = [sys.executable, "-m", "pytest", "-p", "opacus_suite_plugin", str(tmp_path)]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(SCRIPTS / "opacus_suite_path")},
-    )
 
-    assert result.returncode not in (0, 1)
-    assert "a_test holds" in result.stdout + result.stderr
+    with pytest.raises(suite.SuiteError, match="a_test holds"):
+        suite.Side(suite.OPACUS).run(tmp_path, ["a_test.py"], processes=0, limit=600)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [({}, "slaclip"), ({"clipping": "flat"}, "slaclip"), ({"clipping": "per_layer"}, "per_layer")],
+)
+def test_another_clipping_takes_the_place_of_flat_alone(suite, monkeypatch, asked, expected):
+    import opacus
+    import opacus_suite_plugin
+
+    class Engine:
+        def make_private(self, clipping="flat"):
+            return clipping
+
+        make_private_with_epsilon = make_private
+
+    for module in (opacus, opacus.privacy_engine):  # put back after the test
+        monkeypatch.setattr(module, "PrivacyEngine", opacus.PrivacyEngine)
+    substitution = opacus_suite_plugin.Substitution(Engine, "slaclip", seed=0)
+
+    assert opacus.PrivacyEngine is opacus.privacy_engine.PrivacyEngine is Engine
+    assert Engine().make_private(**asked) == expected
+    assert Engine().make_private_with_epsilon(**asked) == expected
+    assert substitution.calls == 1
 
 
 # --- the stand-in for torchvision ---

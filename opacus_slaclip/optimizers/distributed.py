@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -46,10 +47,23 @@ class DistributedReleaseMixin(SlackReleaseMixin):
         return total
 
     def _next_clip_norm(self, indicator: SlackIndicator) -> float:
-        # A user's controller may be random or depend on the machine.
-        own = super()._next_clip_norm(indicator)
-        agreed = torch.tensor(own, dtype=torch.float64, device=self.params[0].device)
-        dist.broadcast(agreed, src=0)
+        # A user's controller may be random or depend on the machine, so rank 0's result counts; and
+        # it may fail on one rank, which must then not leave the others waiting.
+        own, error = math.inf, None
+        try:
+            own = super()._next_clip_norm(indicator)
+        except Exception as raised:  # noqa: BLE001 # raised again below, on every rank
+            error = raised
+        counted = own if error is not None or dist.get_rank() == 0 else -math.inf
+        agreed = torch.tensor(counted, dtype=torch.float64, device=self.params[0].device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        if error is not None:
+            raise error
+        if not math.isfinite(float(agreed)):
+            raise RuntimeError(
+                "The controller failed on another rank; its error is there. The step was released "
+                "and charged; the threshold stays where it is."
+            )
         return float(agreed)
 
     def _any_worker(self, flag: torch.Tensor) -> torch.Tensor:

@@ -75,8 +75,18 @@ class SlaClipDPOptimizer(SlackReleaseMixin, DPOptimizer):
             _opacus.check_not_processed(p.summed_grad)
 
     def _has_fresh_gradient(self) -> bool:
-        samples = (getattr(p, "grad_sample", None) for p in self.params)
-        return any(s is not None and not _opacus.is_processed(s) for s in samples)
+        params: list[Any] = self.params
+        samples = ((p, getattr(p, "grad_sample", None)) for p in params)
+        fresh = [(p.grad, s) for p, s in samples if s is not None and not _opacus.is_processed(s)]
+        if self._state.num_releases > 0 or self.original_optimizer.state:
+            return bool(fresh)
+        # Modes "ew" and "no_op" leave p.grad None until the first step; torch's checkpoint then
+        # fills in zeros beside a first fresh gradient, which autograd would not have.
+        is_filled_in = any(
+            grad is not None and not bool(grad.any()) and isinstance(s, torch.Tensor) and s.any()
+            for grad, s in fresh
+        )
+        return bool(fresh) and not is_filled_in
 
     def _add_gradient_noise(self) -> None:
         if not self._is_low_precision():
