@@ -10,7 +10,7 @@ ARGS ?=
 .PHONY: help demo test audit lint format build ci clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo  ## train a small private model and show what the threshold does
 	$(VENV)/bin/python -m opacus_slaclip $(ARGS)
@@ -20,6 +20,9 @@ test: $(VENV)/.dev  ## run the tests on two processes; ARGS="-k name" goes to py
 
 audit: $(VENV)/.dev  ## audit the privacy of whole steps for half an hour; ARGS="--short" for a minute
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.audit $(ARGS)
+
+opacus-suite: $(VENV)/.dev  ## run Opacus's own tests with its engine and with ours; ARGS=--all
+	$(VENV)/bin/python scripts/opacus_suite.py $(ARGS)
 
 lint: $(VENV)/.dev  ## check style, format and types
 	$(VENV)/bin/ruff check

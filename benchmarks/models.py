@@ -1,4 +1,4 @@
-"""The models that are measured: those of the paper, Opacus's MNIST example, and a few shapes more."""
+"""The models that are measured: the paper's, Opacus's MNIST example, and a few shapes more."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ The exit status is 0 only if no test is lost, tests passed on both sides and our
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -109,13 +110,7 @@ def _run_pytest(command: Sequence[str], scratch: Path, limit: float) -> dict[str
     with log.open("wb") as stream:
         try:
             status = subprocess.run(
-                command,
-                cwd=scratch,
-                env=environment,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                timeout=limit,
-                check=False,
+                command, cwd=scratch, env=environment, stdout=stream, stderr=stream, timeout=limit
             ).returncode
         except subprocess.TimeoutExpired as error:
             raise SuiteError(f"pytest ran longer than {limit:.0f} s\n{_tail(log)}") from error
@@ -154,15 +149,11 @@ def read_results(path: Path) -> dict[str, Result]:
     return results
 
 
-def to_repeat(theirs: Side, ours: Side) -> list[str]:
+def suspects(theirs: Side, ours: Side) -> list[str]:
     """Return the tests that failed on either side, or passed on one only, in the first run."""
-    repeated = []
-    for name in sorted({*theirs.attempts[0], *ours.attempts[0]}):
-        outcomes = {theirs.outcome(name, 0), ours.outcome(name, 0)}
-        # What has no node id, such as a file that cannot be imported, cannot be asked for again.
-        if outcomes not in ({"passed"}, {"skipped"}) and ".py::" in name:
-            repeated.append(name)
-    return repeated
+    alike = ({"passed"}, {"skipped"})
+    names = sorted({*theirs.attempts[0], *ours.attempts[0]})
+    return [name for name in names if {theirs.outcome(name, 0), ours.outcome(name, 0)} not in alike]
 
 
 def lost_tests(theirs: Side, ours: Side) -> list[str]:
@@ -187,24 +178,26 @@ def count_calls(results: Mapping[str, Result]) -> int:
     return sum(result.calls for result in results.values())
 
 
-def report(theirs: Side, ours: Side, repeated: Sequence[str], lost: Sequence[str]) -> None:
-    """Print the counts and every test whose outcome is not the same on both sides."""
-    print(
-        f"\n{'engine (clipping)':42}"
-        + "".join(f"{name:>9}" for name in (*OUTCOMES, "calls", "seconds"))
-    )
+def report(theirs: Side, ours: Side, suspected: Sequence[str], lost: Sequence[str]) -> None:
+    """Print the counts, the tests that are in doubt, and the lost ones by reason."""
+    columns = (*OUTCOMES, "calls", "seconds")
+    print(f"\n{'engine (clipping)':42}" + "".join(f"{column:>9}" for column in columns))
     for side in (theirs, ours):
         counts = Counter(result.outcome for result in side.attempts[0].values())
         numbers = [*(counts[name] for name in OUTCOMES), count_calls(side.attempts[0])]
         row = "".join(f"{number:9}" for number in (*numbers, round(side.seconds)))
         print(f"{side.name:42}{row}")
     print("(the first run; calls: of the engine's make_private; seconds: repetitions included)")
-    for name in repeated:
-        outcomes = [[side.outcome(name, i) for i in range(2)] for side in (theirs, ours)]
-        print(f"\nrepeated: {name}\n  Opacus: {outcomes[0]}\n  ours:   {outcomes[1]}")
-        print("".join(f"  {s.engine}: {s.message(name)}\n" for s in (theirs, ours)), end="")
+    for name in suspected:
+        if name not in lost:
+            print(f"\nnot lost, but not passed everywhere: {name}")
+            for side in (theirs, ours):
+                outcomes = ", then ".join(side.outcome(name, i) for i in range(len(side.attempts)))
+                print(f"  {side.name}: {outcomes}: {side.message(name)}")
     print(f"\nPass with Opacus's engine and not with ours: {len(lost)}")
-    print("".join(f"  {name}\n" for name in lost), end="")
+    for message, names in itertools.groupby(sorted(lost, key=ours.message), key=ours.message):
+        print(f"  {message}")
+        print("".join(f"    {name}\n" for name in names), end="")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -234,7 +227,9 @@ def main(arguments: Sequence[str] | None = None, *, engine: str = OURS) -> int:
     try:
         for side in (theirs, ours):
             side.run(tests, selection, processes=options.processes, limit=options.limit)
-        repeated = to_repeat(theirs, ours)
+        suspected = suspects(theirs, ours)
+        # What has no node id, such as a file that cannot be imported, cannot be asked for again.
+        repeated = [name for name in suspected if ".py::" in name]
         if repeated:
             for side in (theirs, ours):
                 side.run(tests, repeated, processes=options.processes, limit=options.limit)
@@ -242,9 +237,9 @@ def main(arguments: Sequence[str] | None = None, *, engine: str = OURS) -> int:
         print(error)
         return 1
     lost = lost_tests(theirs, ours)
-    report(theirs, ours, repeated, lost)
+    report(theirs, ours, suspected, lost)
     found = faults(theirs, ours)
-    print("\n".join(found))
+    print("".join(f"{fault}\n" for fault in found), end="")
     return 1 if found or (lost and options.clipping == "flat") else 0
 
 

@@ -89,7 +89,7 @@ def test_a_test_that_never_passes_with_ours_is_lost(suite, outcome):
     worse = {"a.py::u": "passed"} | ({} if outcome == "not run" else {"a.py::t": outcome})
     theirs, ours = sides(suite, [first], [worse])
 
-    assert suite.to_repeat(theirs, ours) == ["a.py::t"]
+    assert suite.suspects(theirs, ours) == ["a.py::t"]
     assert suite.lost_tests(theirs, ours) == ["a.py::t"]
 
 
@@ -103,10 +103,10 @@ def test_a_test_that_passes_on_repetition_is_not_lost(suite):
     assert suite.lost_tests(theirs, ours) == []
 
 
-def test_a_test_that_fails_with_opacus_too_is_repeated_but_not_lost(suite):
+def test_a_test_that_fails_with_opacus_too_is_in_doubt_but_not_lost(suite):
     theirs, ours = sides(suite, [{"a.py::t": "failed"}], [{"a.py::t": "failed"}])
 
-    assert suite.to_repeat(theirs, ours) == ["a.py::t"]
+    assert suite.suspects(theirs, ours) == ["a.py::t"]
     assert suite.lost_tests(theirs, ours) == []
 
 
