@@ -7,7 +7,7 @@ DIST ?= dist
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test audit lint format build ci clean
+.PHONY: help demo test audit opacus-suite lint format build ci clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -6,7 +6,7 @@ The threshold ``C`` is logged after each step to ``metrics.csv``, from the optim
 hands out::
 
     python examples/lightning_module.py
-    python examples/lightning_module.py --resume lightning-digits/last.ckpt --epochs 20
+    python examples/lightning_module.py --resume outputs/lightning/last.ckpt --epochs 20
 
 What to mind with Lightning and differential privacy:
 
@@ -141,7 +141,7 @@ def parse() -> argparse.Namespace:
     add("--epochs", type=int, default=10, help="epochs in all, those before a resume too (10)")
     add("--batch-size", type=int, default=128, help="expected batch size (128)")
     add("--lr", type=float, default=0.2, help="learning rate of SGD (0.2)")
-    add("--output", type=Path, metavar="DIR", default=Path("lightning-digits"), help="for the log")
+    add("--output", type=Path, metavar="DIR", default=Path("outputs/lightning"), help="for the log")
     add("--resume", type=Path, metavar="CKPT", help="go on from this checkpoint")
     add("--seed", type=int, help="repeatable, so not private: for experiments only (none)")
     add("--accelerator", default="auto", help="Lightning's choice of device (auto)")
