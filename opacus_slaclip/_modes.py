@@ -62,6 +62,12 @@ def check_mode(arguments: Mapping[str, Any]) -> None:
     if isinstance(module, FSDPModule):
         _check_sharding(module)
     if mode in GHOST_MODES:
+        reduction = getattr(arguments["criterion"], "reduction", arguments["loss_reduction"])
+        if reduction != arguments["loss_reduction"]:
+            raise ValueError(
+                f"criterion.reduction must be loss_reduction={arguments['loss_reduction']!r}, got "
+                f"{reduction!r}. Pass the same to both."
+            )
         _check_ghost(module, arguments["optimizer"])
     _warn_of_empty_batches(arguments)
 

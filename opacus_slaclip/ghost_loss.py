@@ -31,15 +31,16 @@ class GhostLossTensor(DPTensorFastGradientClipping):
         module: Any = self.module
         optimizer: Any = self.optimizer
         try:
-            self.loss_per_sample = _one_a_sample(self.loss_per_sample, self.loss_reduction)
             module.num_losses = len(self.loss_per_sample)
             module.check_uses(self.loss_per_sample)
             with full_precision(self.loss_per_sample.device.type):
                 super().backward()  # type: ignore[no-untyped-call]
         except BaseException:
-            optimizer.zero_grad()  # the gradients of the first pass are not clipped
+            optimizer.abandon_backward()
             module.forget_pass()
             raise
+        finally:
+            module.num_losses = None
         optimizer.note_gradients()
 
 
@@ -56,6 +57,15 @@ def _one_a_sample(losses: torch.Tensor, loss_reduction: str) -> torch.Tensor:
     return each.mean(dim=1) if loss_reduction == "mean" else each.sum(dim=1)
 
 
+def _check_shapes(inputs: tuple[Any, ...]) -> None:
+    shapes = {t.shape for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point()}
+    if len(shapes) > 1:
+        raise ValueError(
+            "The criterion's floating-point inputs must have one shape in ghost mode: "
+            "broadcasting would compare every sample with every other. Reshape the targets."
+        )
+
+
 def _keeping_class(name: str) -> Any:
     operation = getattr(DPTensorFastGradientClipping, name)
 
@@ -68,6 +78,12 @@ def _keeping_class(name: str) -> Any:
                     "the optimizer's weight decay, or grad_sample_mode='hooks'."
                 )
         result: Any = operation(self, *args)
+        if result.loss_per_sample.shape != self.loss_per_sample.shape:
+            raise ValueError(
+                "What a loss is combined with in ghost mode must be a number, or have one entry a "
+                "sample, shape (B,): broadcasting would give every sample the loss of the others. "
+                "Flatten it first."
+            )
         result.__class__ = GhostLossTensor
         return result  # type: ignore[no-any-return]
 
@@ -94,6 +110,13 @@ class GhostLoss(DPLossFastGradientClipping):
 
     def __call__(self, *args: Any, **kwargs: Any) -> GhostLossTensor:
         """Return the per-sample losses as one object with a ``backward()``."""
-        loss: Any = super().__call__(*args, **kwargs)
+        module: Any = self.module
+        try:
+            _check_shapes(args)
+            loss: Any = super().__call__(*args, **kwargs)
+            loss.loss_per_sample = _one_a_sample(loss.loss_per_sample, self.loss_reduction)
+        except BaseException:
+            module.forget_pass()
+            raise
         loss.__class__ = GhostLossTensor
         return loss  # type: ignore[no-any-return]

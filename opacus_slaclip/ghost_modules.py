@@ -41,7 +41,6 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
     _state: ReleaseState | None = None
     _initial_max_grad_norm: float = 1.0
     _trainable_names: frozenset[str] = frozenset()
-    _uses_are_checked = False
     num_losses: int | None = None  # how many per-sample losses the norms must match
 
     @property
@@ -65,7 +64,7 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
             ValueError: If the optimizer does not hold exactly the trainable parameters.
         """
         self._trainable_names = frozenset(self._named_trainable())
-        self._uses_are_checked = False
+        optimizer.note_parameters()
         self._state = optimizer._state
 
     def _named_trainable(self) -> dict[str, nn.Parameter]:
@@ -76,9 +75,9 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
         norms = self.get_norm_sample()
         if self.num_losses is not None and len(norms) != self.num_losses:
             raise ValueError(
-                f"The loss must have one entry a sample in ghost mode, got {self.num_losses} for a "
-                f"batch of {len(norms)}. For tokens, pass shape=(batch, length, ...) to the "
-                "criterion, or average them within each sample."
+                "The loss must have one entry a sample in ghost mode, got another number. For "
+                "tokens, pass shape=(batch, length, ...) to the criterion, or average them within "
+                "each sample."
             )
         clip_norm = self.max_grad_norm
         if self._state is not None:
@@ -119,7 +118,7 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
             )
 
     def check_uses(self, loss: torch.Tensor) -> None:
-        """Check, at the first backward pass, that parameters are used only by their own layers.
+        """Check that parameters are used only by their own layers.
 
         A functional call or a penalty on a parameter adds to the gradient that is summed, but not
         to the norms.
@@ -127,13 +126,13 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
         Raises:
             ValueError: If a parameter is used elsewhere.
         """
-        if self._uses_are_checked:
-            return
         uses = _count_uses(loss)
         outside = [
             name
             for name, p in self._named_trainable().items()
-            if p in self._counted_parameters() and uses[p] > _opacus.forward_count(p)
+            if name in self._trainable_names
+            and p in self._counted_parameters()
+            and uses[p] > _opacus.forward_count(p)
         ]
         if outside:
             raise ValueError(
@@ -141,7 +140,6 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
                 f"{outside} are used elsewhere too (in a functional call, or a penalty in the "
                 "loss), which their norms miss. Use weight decay, or grad_sample_mode='hooks'."
             )
-        self._uses_are_checked = True
 
     def _counted_parameters(self) -> set[nn.Parameter]:
         """Parameters of layers that are known to use each of them once in a forward pass."""

@@ -234,6 +234,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         )
         if isinstance(self._slaclip_module, DistributedDataParallel):
             private.backward_synchronizes = True
+        private._drop_grad_samples()
         if isinstance(optimizer, SlackReleaseMixin):
             private.continue_from(optimizer)
         return private

@@ -123,10 +123,10 @@ def sum_slack(norms: torch.Tensor, *, clip_norm: float, num_slots: int) -> torch
     slack = slack_in_slots(norms, clip_norm=clip_norm, num_slots=num_slots)
     full = slack.floor()
     index = full.long()
-    zeros = slack.new_zeros(num_slots + 1)
-    samples = zeros.index_add(0, index, torch.ones_like(slack))
-    partial = zeros.index_add(0, index, slack - full)
-    return samples[1:].flip(0).cumsum(0).flip(0) + partial[:-1]
+    # Whole samples are counted in integers: exact, and deterministic on every device.
+    samples = index.new_zeros(num_slots + 1).index_add(0, index, torch.ones_like(index))
+    partial = slack.new_zeros(num_slots + 1).index_add(0, index, slack - full)
+    return samples[1:].flip(0).cumsum(0).flip(0).to(slack.dtype) + partial[:-1]
 
 
 def normalize_slack(noisy_sum: torch.Tensor, *, expected_batch_size: float) -> torch.Tensor:

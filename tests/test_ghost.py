@@ -446,7 +446,7 @@ def test_a_loss_a_token_is_refused_for_a_batch_of_sequences(size):
     output = run.model(10 * x)
     run.optimizer.zero_grad()
 
-    message = rf"one entry a sample in ghost mode, got {3 * size} for a batch of {size}. For tokens"
+    message = "one entry a sample in ghost mode, got another number. For tokens"
     with nothing_released(run), pytest.raises(ValueError, match=message):
         backward_and_step(run, lambda: run.criterion(output.flatten(0, 1), y.flatten()))
 

@@ -24,6 +24,7 @@ from opacus_slaclip.slack import (
     indicator_noise_std,
     normalize_slack,
     rounding_bound,
+    slack_in_slots,
     slot_width,
     sum_slack,
 )
@@ -118,6 +119,15 @@ def test_slack_of_one_norm(norm: float, expected: list[float]) -> None:
     norms = torch.tensor([norm])
     assert encode_slack(norms, clip_norm=4.0, num_slots=4).tolist() == [expected]
     assert (2.0 * sum_slack(norms, clip_norm=4.0, num_slots=4)).tolist() == expected
+
+
+@given(st.floats(1e-37, 1e37), st.integers(1, 1000), dtypes)
+def test_a_zero_norm_fills_every_slot_to_the_bit_and_no_more(
+    C: float, K: int, dtype: torch.dtype
+) -> None:
+    zero = torch.zeros(1, dtype=dtype)
+    assert slack_in_slots(zero, clip_norm=C, num_slots=K).item() == K
+    assert (sum_slack(zero, clip_norm=C, num_slots=K) == 1.0).all()
 
 
 def test_one_slot_holds_the_whole_unused_norm() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
 
+from opacus_slaclip import _opacus
 from opacus_slaclip.optimizers.release import SlackReleaseMixin
 
 
@@ -37,6 +38,11 @@ class GhostReleaseMixin(SlackReleaseMixin):
                 "cleared or replaced. The batch was not used. Leave p.grad alone; the threshold is "
                 "the optimizer's to choose."
             )
+        elif [id(p) for p in self.params] != state.bound_parameters:
+            message = (
+                "The optimizer's parameters are not those it was made with, which the norms cover. "
+                "The batch was not used. Call make_private again for another set of parameters."
+            )
         if message is not None:
             state.fresh_norms = None
             raise RuntimeError(message)
@@ -50,6 +56,15 @@ class GhostReleaseMixin(SlackReleaseMixin):
         self._accumulate_slack(norms)
         is_finite = norms.isfinite().all()
         state.is_finite = is_finite if state.is_finite is None else state.is_finite & is_finite
+
+    def note_parameters(self) -> None:
+        """Remember the parameters that the norms cover."""
+        self._state.bound_parameters = [id(p) for p in self.params]
+
+    def abandon_backward(self) -> None:
+        """Forget the logical batch after an error inside ``backward()``."""
+        self.original_optimizer.zero_grad()  # the first pass leaves gradients that are not clipped
+        self._abandon(_opacus.num_announced(self) - 1)
 
     def note_gradients(self) -> None:
         """Remember the gradients that ``backward()`` left, to notice if they are touched."""

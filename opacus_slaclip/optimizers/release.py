@@ -92,6 +92,7 @@ class SlackReleaseMixin(ThresholdMixin):
             Whether the wrapped optimizer is to step: False inside a logical batch.
         """
         self._check_ready()
+        self._check_frozen()
         announced = _opacus.num_announced(self)
         try:
             with full_precision(self.params[0].device.type if self.params else "cpu"):
@@ -99,14 +100,33 @@ class SlackReleaseMixin(ThresholdMixin):
                 is_released = bool(super().pre_step(closure))
         except BaseException:
             # What is left of the batch must not leak into the next one, nor its skip flag.
-            self._drop_logical_batch()
-            _opacus.forget_announced(self, announced - 1)
-            self._state.excused_in_pass = True
+            self._abandon(announced - 1)
             raise
         noisy_sums, self._state.noisy_sums = self._state.noisy_sums, None
         if noisy_sums is not None:
             self._move_threshold(self._reduced(noisy_sums))
         return is_released
+
+    def _abandon(self, num_announced: int) -> None:
+        """After an error in a physical batch: forget its logical batch and its own skip flag."""
+        self._drop_logical_batch()
+        self._drop_grad_samples()
+        _opacus.forget_announced(self, num_announced)
+        self._state.excused_in_pass = True
+
+    def _check_frozen(self) -> None:
+        # The wrapped optimizer steps on every gradient there is, also on that of a parameter that
+        # was frozen after the backward pass and is neither clipped nor noised any more.
+        for p in self._all_parameters():
+            if p.requires_grad:
+                continue
+            is_summed = getattr(p, "summed_grad", None) is not None
+            if is_summed or (p.grad is not None and bool(p.grad.any())):
+                raise RuntimeError(
+                    "requires_grad may change only between zero_grad() and the next forward pass: "
+                    "a parameter that was frozen since then still has a gradient, which would be "
+                    "applied without clipping or noise. Call zero_grad() after freezing."
+                )
 
     def _check_ready(self) -> None:
         """Raise if there is nothing to take up, with everything as it was."""
@@ -154,8 +174,14 @@ class SlackReleaseMixin(ThresholdMixin):
         """Clear gradients; the slack sum lives and dies with ``summed_grad``."""
         super().zero_grad(set_to_none)
         self._state.fresh_norms = None
-        if not _opacus.last_step_was_skipped(self):
+        is_between = not _opacus.last_step_was_skipped(self)
+        if is_between:
             self._state.slot_sums = None
+        for p in self._all_parameters():
+            if not p.requires_grad and hasattr(p, "summed_grad"):  # the parent passes it over
+                p.grad_sample = None
+                if is_between:
+                    p.summed_grad = None
 
     def drop_logical_batch(self) -> None:
         """Forget an unfinished logical batch: its sums, norms and announced physical batches.

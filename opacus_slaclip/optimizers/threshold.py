@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,12 +49,23 @@ class ReleaseState:
     initial_clip_norm: float
     num_releases: int = 0
     indicator: SlackIndicator | None = None
-    slot_sums: torch.Tensor | None = None  # private until noised; None outside a logical batch
-    noisy_sums: torch.Tensor | None = None  # noised; the threshold has yet to move by it
-    fresh_norms: torch.Tensor | None = None  # private; ghost: clipped by, not yet accumulated
+    slot_sums: torch.Tensor | None = field(
+        default=None, repr=False
+    )  # private until noised; None outside a logical batch
+    noisy_sums: torch.Tensor | None = field(
+        default=None, repr=False
+    )  # noised; the threshold has yet to move by it
+    fresh_norms: torch.Tensor | None = field(
+        default=None, repr=False
+    )  # private; ghost: clipped by, not yet accumulated
     fresh_clip_norm: float | None = None  # ghost: the threshold that clipped by fresh_norms
-    grad_versions: list[Any] | None = None  # ghost: the gradients that backward() left
-    is_finite: torch.Tensor | None = None  # private; ghost: no bad norm in this logical batch
+    bound_parameters: list[int] | None = field(default=None, repr=False)  # ghost: in the norms
+    grad_versions: list[Any] | None = field(
+        default=None, repr=False
+    )  # ghost: the gradients that backward() left
+    is_finite: torch.Tensor | None = field(
+        default=None, repr=False
+    )  # private; ghost: no bad norm in this logical batch
     warned_nonfinite: bool = False
     steps_in_pass: int = 0
     excused_in_pass: bool = False  # a step of the pass failed with an error of its own
@@ -208,7 +219,7 @@ class ThresholdMixin(DPOptimizer):
             return
         low, high = self._clip_bounds
         self._state.num_releases = previous.num_releases
-        self._set_clip_norm(min(max(previous.max_grad_norm, low), high))
+        self.max_grad_norm = min(max(previous.max_grad_norm, low), high)
 
     def _set_clip_norm(self, clip_norm: float) -> None:
         """The one way to a new threshold, so that every copy of it follows."""
@@ -257,6 +268,7 @@ class ThresholdMixin(DPOptimizer):
         clip_norm = self.max_grad_norm
         super().load_state_dict(state_dict)
         self._drop_logical_batch()
+        self._drop_grad_samples()
         self._state.batches_in_pass = None
         if saved is None:
             warnings.warn(
@@ -275,9 +287,17 @@ class ThresholdMixin(DPOptimizer):
         """Forget every private sum of an unfinished logical batch."""
         _opacus.forget_skipped_step(self)
         self._state.drop_private()
-        params: list[Any] = self.params
-        for p in params:
+        for p in self._all_parameters():
             p.summed_grad = None
+
+    def _all_parameters(self) -> list[Any]:
+        """Every parameter that the wrapped optimizer steps on, frozen since or not."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _drop_grad_samples(self) -> None:
+        for p in self._all_parameters():
+            if hasattr(p, "grad_sample"):
+                p.grad_sample = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copies and pickles: they would hold private sums, and break Opacus's class."""
