@@ -104,7 +104,7 @@ def _resolve_controller(clipping: str, options: Mapping[str, Any]) -> Controller
                 f"controller and {given[0]} exclude each other: the controller takes the place of "
                 "rate and quantile. Set them on the controller, or leave it out."
             )
-        if not callable(controller):
+        if not callable(controller) or isinstance(controller, type):
             raise TypeError(
                 f"controller must be callable as (clip_norm, indicator) -> float, got "
                 f"{controller!r}. Pass one of opacus_slaclip's controllers or a function."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Integral, Real
 
 import numpy as np
@@ -93,6 +94,16 @@ def check_noise_multiplier(value: object) -> float:
     if number < 0:
         raise ValueError(f"noise_multiplier must not be negative, got {number:g}. {remedy}")
     return number
+
+
+def check_budget(budget: Mapping[str, object]) -> None:
+    """Check a privacy budget before it is calibrated to, which can otherwise take forever."""
+    for name in ("target_epsilon", "epsilon_tolerance", "epochs"):
+        if name in budget:
+            check_positive(name, budget[name], "Pass a positive number.")
+    check_in_range(
+        "target_delta", budget["target_delta"], 0.0, 1.0, "Pass less than 1 / N.", open_ends=True
+    )
 
 
 def check_expected_batch_size(value: object) -> float:

@@ -21,6 +21,7 @@ from opacus_slaclip._options import (
     resolve_options,
 )
 from opacus_slaclip._validate import (
+    check_budget,
     check_expected_batch_size,
     check_noise_multiplier,
     check_noise_scale,
@@ -140,6 +141,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         missing = [name for name in target if name not in kwargs]
         if missing:
             raise TypeError(f"make_private_with_epsilon needs {', '.join(missing)}.")
+        check_budget(kwargs)
         arguments = {name: kwargs[name] for name in kwargs if name in accepted}
         resolved = self._check(clipping, arguments)
         if len(self.accountant) > 0:

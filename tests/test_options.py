@@ -581,6 +581,28 @@ def test_a_made_up_sample_in_empty_batches_is_allowed_with_a_warning() -> None:
         Setup().call(rand_on_empty=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("target_epsilon", math.nan),
+        ("target_epsilon", 0.0),
+        ("target_delta", 2.0),
+        ("target_delta", 0.0),
+        ("epochs", 0),
+        ("epochs", -1),
+        ("epsilon_tolerance", 0.0),
+    ],
+)
+def test_a_budget_that_cannot_be_calibrated_to_is_refused(name: str, value: float) -> None:
+    """Opacus's search would never return for some of these."""
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        Setup().call("make_private_with_epsilon", **{name: value})
+
+
+def test_a_controller_class_is_refused() -> None:
+    assert_refused(TypeError, "controller must be callable", controller=FixedController)
+
+
 def test_calibration_after_budget_was_spent_is_allowed_with_a_warning() -> None:
     setup = Setup()
     take_step(*setup.call())
