@@ -18,7 +18,7 @@ demo: $(VENV)/.demo  ## train a small private model and show what the threshold 
 test: $(VENV)/.dev  ## run the tests on two processes; ARGS="-k name" goes to pytest
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 $(ARGS)
 
-audit: $(VENV)/.dev  ## audit the privacy of whole steps for half an hour; ARGS="--short" for a minute
+audit: $(VENV)/.dev  ## audit the privacy of whole steps for an hour; ARGS="--short" for a minute
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.audit $(ARGS)
 
 opacus-suite: $(VENV)/.dev  ## run Opacus's own tests with its engine and with ours; ARGS=--all

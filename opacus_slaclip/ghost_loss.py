@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -58,12 +59,17 @@ def _one_a_sample(losses: torch.Tensor, loss_reduction: str) -> torch.Tensor:
 
 
 def _check_shapes(inputs: tuple[Any, ...]) -> None:
-    shapes = {t.shape for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point()}
-    if len(shapes) > 1:
-        raise ValueError(
-            "The criterion's floating-point inputs must have one shape in ghost mode: "
-            "broadcasting would compare every sample with every other. Reshape the targets."
-        )
+    shapes = [t.shape for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    for one, other in combinations(shapes, 2):
+        try:
+            together = torch.broadcast_shapes(one, other)
+        except RuntimeError:
+            continue  # not compared entry by entry
+        if together not in (one, other):
+            raise ValueError(
+                "The criterion's floating-point inputs must have one shape in ghost mode: "
+                "broadcasting would compare every sample with every other. Reshape the targets."
+            )
 
 
 def _keeping_class(name: str) -> Any:
