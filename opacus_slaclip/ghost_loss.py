@@ -62,7 +62,7 @@ def _check_shapes(inputs: tuple[Any, ...]) -> None:
     shapes = [t.shape for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
     for one, other in combinations(shapes, 2):
         try:
-            together = torch.broadcast_shapes(one, other)
+            together: Any = torch.broadcast_shapes(one, other)  # type: ignore[no-untyped-call]
         except RuntimeError:
             continue  # not compared entry by entry
         if together not in (one, other):
@@ -118,7 +118,7 @@ class GhostLoss(DPLossFastGradientClipping):
         """Return the per-sample losses as one object with a ``backward()``."""
         module: Any = self.module
         try:
-            _check_shapes(args)
+            _check_shapes((*args, *kwargs.values()))
             loss: Any = super().__call__(*args, **kwargs)
             loss.loss_per_sample = _one_a_sample(loss.loss_per_sample, self.loss_reduction)
         except BaseException:
