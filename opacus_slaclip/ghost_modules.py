@@ -126,13 +126,11 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
         Raises:
             ValueError: If a parameter is used elsewhere.
         """
-        uses = _count_uses(loss)
+        uses, counted = _count_uses(loss), self._counted_parameters()
         outside = [
             name
             for name, p in self._named_trainable().items()
-            if name in self._trainable_names
-            and p in self._counted_parameters()
-            and uses[p] > _opacus.forward_count(p)
+            if name in self._trainable_names and p in counted and uses[p] > _opacus.forward_count(p)
         ]
         if outside:
             raise ValueError(

@@ -269,7 +269,7 @@ class ThresholdMixin(DPOptimizer):
         super().load_state_dict(state_dict)
         self._drop_logical_batch()
         self._drop_grad_samples()
-        self._state.batches_in_pass = None
+        self._state.batches_in_pass = self._state.indicator = None
         if saved is None:
             warnings.warn(
                 f"The checkpoint has no SlaClip entry; the threshold stays at {clip_norm:g}.",
