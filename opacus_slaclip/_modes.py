@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
+from opacus_slaclip import _opacus
 from opacus_slaclip._precision import accumulation_dtype
 from opacus_slaclip.ghost_modules import GhostClippingMixin
 from opacus_slaclip.optimizers import get_optimizer_class
@@ -83,7 +84,7 @@ def _check_layers(module: nn.Module) -> None:
 
 def _check_wrapping(module: nn.Module, mode: str) -> None:
     if isinstance(module, AbstractGradSampleModule):
-        if is_distributed(module._module):
+        if is_distributed(_opacus.inner_module(module)):
             raise ValueError(
                 "module must be the distributed module itself, not its private wrapper, or the "
                 "optimizer would not reduce over the ranks. Pass module.to_standard_module()."

@@ -72,9 +72,24 @@ def clear_skip_queue(optimizer: Any) -> None:
     optimizer._step_skip_queue.clear()
 
 
+def inner_module(wrapper: Any) -> Any:
+    """The module inside one of Opacus's wrappers."""
+    return wrapper._module
+
+
+def count_backward(layer: Any) -> None:
+    """Take one forward pass of a sharded layer off those that wait for a backward pass."""
+    layer._forward_counter -= 1
+
+
+def has_norm_sample(parameter: Any) -> bool:
+    """Whether the backward pass has left a ghost norm on ``parameter``."""
+    return hasattr(parameter, "_norm_sample")
+
+
 def delete_norm_sample(parameter: Any) -> None:
     """Drop the private ghost norm that Opacus leaves on a parameter."""
-    if hasattr(parameter, "_norm_sample"):
+    if has_norm_sample(parameter):
         del parameter._norm_sample
 
 

@@ -15,7 +15,7 @@ from opacus_slaclip.controllers import (
     Controller,
     SlaClipController,
     SlaClipQController,
-    read_controller_state,
+    check_controller,
 )
 
 CONTROLLERS: dict[str, type[SlaClipController] | type[SlaClipQController]] = {
@@ -104,13 +104,7 @@ def _resolve_controller(clipping: str, options: Mapping[str, Any]) -> Controller
                 f"controller and {given[0]} exclude each other: the controller takes the place of "
                 "rate and quantile. Set them on the controller, or leave it out."
             )
-        if not callable(controller) or isinstance(controller, type):
-            raise TypeError(
-                f"controller must be callable as (clip_norm, indicator) -> float, got "
-                f"{controller!r}. Pass one of opacus_slaclip's controllers or a function."
-            )
-        read_controller_state(controller)  # must fit into a checkpoint
-        return controller
+        return check_controller(controller)
     if clipping == "slaclip" and "target_unclipped_quantile" in given:
         raise TypeError(
             "target_unclipped_quantile does not apply to clipping='slaclip', which finds its own "

@@ -187,6 +187,21 @@ def next_clip_norm(
     return min(max(number, min_clipbound), max_clipbound)
 
 
+def check_controller(controller: object) -> Controller:
+    """Return ``controller`` if it can move a threshold and its state fits into a checkpoint.
+
+    Raises:
+        TypeError: If it is not callable, is a class, or its state is not plain numbers.
+    """
+    if not callable(controller) or isinstance(controller, type):
+        raise TypeError(
+            f"controller must be callable as (clip_norm, indicator) -> float, got {controller!r}. "
+            "Pass one of opacus_slaclip's controllers or a function."
+        )
+    read_controller_state(controller)
+    return controller
+
+
 def read_controller_state(controller: Controller) -> dict[str, float]:
     """Return the controller's state, empty if it keeps none.
 

@@ -41,6 +41,7 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
     _state: ReleaseState | None = None
     _initial_max_grad_norm: float = 1.0
     _trainable_names: frozenset[str] = frozenset()
+    _counted: frozenset[nn.Parameter] = frozenset()
     num_losses: int | None = None  # how many per-sample losses the norms must match
 
     @property
@@ -58,13 +59,10 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
         self._initial_max_grad_norm = value
 
     def bind(self, optimizer: GhostReleaseMixin) -> None:
-        """Follow the threshold of ``optimizer`` and report to it the norms that were clipped by.
-
-        Raises:
-            ValueError: If the optimizer does not hold exactly the trainable parameters.
-        """
+        """Follow the threshold of ``optimizer`` and report to it the norms that were clipped by."""
         self._trainable_names = frozenset(self._named_trainable())
         optimizer.note_parameters()
+        self._counted = self._counted_parameters()
         self._state = optimizer._state
 
     def _named_trainable(self) -> dict[str, nn.Parameter]:
@@ -126,11 +124,13 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
         Raises:
             ValueError: If a parameter is used elsewhere.
         """
-        uses, counted = _count_uses(loss), self._counted_parameters()
+        uses = _count_uses(loss)
         outside = [
             name
             for name, p in self._named_trainable().items()
-            if name in self._trainable_names and p in counted and uses[p] > _opacus.forward_count(p)
+            if name in self._trainable_names
+            and p in self._counted
+            and uses[p] > _opacus.forward_count(p)
         ]
         if outside:
             raise ValueError(
@@ -139,18 +139,18 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
                 "loss), which their norms miss. Use weight decay, or grad_sample_mode='hooks'."
             )
 
-    def _counted_parameters(self) -> set[nn.Parameter]:
+    def _counted_parameters(self) -> frozenset[nn.Parameter]:
         """Parameters of layers that are known to use each of them once in a forward pass."""
-        return {
+        return frozenset(
             p
             for layer in self._module.modules()
             if type(layer) in self.GRAD_SAMPLERS
             and type(layer).__module__.startswith(("torch.nn.", "opacus."))
             for p in layer.parameters(recurse=False)
-        }
+        )
 
     def _without_norm(self) -> list[str]:
-        return [n for n, p in self._named_trainable().items() if not hasattr(p, "_norm_sample")]
+        return [n for n, p in self._named_trainable().items() if not _opacus.has_norm_sample(p)]
 
     def forget_pass(self) -> None:
         """Forget what a forward and backward pass left on the layers, after an error in them."""
@@ -211,8 +211,8 @@ class GhostClippingModule(GhostClippingMixin, GradSampleModuleFastGradientClippi
 class _ShardedMixin(GhostClippingMixin):
     """FSDP2 keeps norms on modules: its parameters come and go."""
 
-    def _counted_parameters(self) -> set[nn.Parameter]:
-        return set()  # what a layer uses under FSDP2 is not the parameter it owns
+    def _counted_parameters(self) -> frozenset[nn.Parameter]:
+        return frozenset()  # what a layer uses under FSDP2 is not the parameter it owns
 
     def capture_backprops_hook(
         self,
@@ -239,7 +239,7 @@ class _ShardedMixin(GhostClippingMixin):
             loss_reduction=loss_reduction,
             batch_first=batch_first,
         )
-        layer._forward_counter -= 1
+        _opacus.count_backward(layer)
         layer.norm_sample = [backprops.new_zeros(0) for _ in trainable_parameters(module)]
         if not layer.activations and hasattr(layer, "max_batch_len"):
             del layer.max_batch_len

@@ -140,7 +140,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         check_names(kwargs, {*accepted, *target, *_ACCOUNTING_EXTRAS}, clipping=clipping)
         missing = [name for name in target if name not in kwargs]
         if missing:
-            raise TypeError(f"make_private_with_epsilon needs {', '.join(missing)}.")
+            raise TypeError(f"make_private_with_epsilon needs {', '.join(missing)}. Pass them.")
         check_budget(kwargs)
         arguments = {name: kwargs[name] for name in kwargs if name in accepted}
         resolved = self._check(clipping, arguments)
@@ -166,7 +166,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         arguments = bound.arguments
         for name in ("module", "optimizer", "data_loader"):
             if name not in arguments:
-                raise TypeError(f"make_private needs {name}.")
+                raise TypeError(f"make_private needs {name}. Pass it.")
         options = {name: kwargs[name] for name in kwargs if name in OPTIONS}
         resolved = resolve_options(clipping, options, max_grad_norm=kwargs.get("max_grad_norm"))
         check_expected_batch_size(
@@ -266,7 +266,10 @@ def _expected_batch_size(data_loader: DataLoader[Any], poisson_sampling: bool) -
     """Return the expected logical batch size as Opacus will compute it, in samples."""
     steps = len(data_loader)
     if steps == 0:
-        raise ValueError("data_loader must yield at least one batch, got an empty one.")
+        raise ValueError(
+            "data_loader must yield at least one batch, got an empty one. Pass a data set with "
+            "samples."
+        )
     if poisson_sampling:
         steps = int(1 / (1 / steps))
     return int(len(data_loader.dataset) * (1 / steps))  # type: ignore[arg-type]

@@ -158,6 +158,7 @@ def own_poisson_sampler(
 def with_batch_sampler(data_loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
     """Return the same loader with another batch sampler."""
     twin = copy.copy(data_loader)
+    twin._iterator = None  # persistent workers would go on with the old batches
     object.__setattr__(twin, "batch_sampler", batch_sampler)  # torch's own setter refuses
     return twin
 

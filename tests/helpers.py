@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_slaclip
-from opacus_slaclip import SlaClipDPOptimizer
+from opacus_slaclip import SlackIndicator, SlaClipDPOptimizer
 
 NUM_CLASSES = 3
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -147,6 +148,26 @@ def batches(task: str, sizes: Iterable[int], *, seed: int = 1, **kwargs: Any) ->
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
+
+
+# --- controllers ---
+
+
+class Integrating:
+    """A controller whose state is an integral of the error."""
+
+    def __init__(self) -> None:
+        self.integral = 0.0
+
+    def __call__(self, clip_norm: float, indicator: SlackIndicator) -> float:
+        self.integral += 0.5 - float(indicator.values[0])
+        return clip_norm * math.exp(0.1 * self.integral)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"integral": self.integral}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.integral = state["integral"]
 
 
 # --- private training ---

@@ -19,7 +19,17 @@ import opacus
 import oracle
 import pytest
 import torch
-from helpers import TASKS, Run, batches, per_sample_gradients, private, samples, sgd, vector
+from helpers import (
+    TASKS,
+    Integrating,
+    Run,
+    batches,
+    per_sample_gradients,
+    private,
+    samples,
+    sgd,
+    vector,
+)
 from opacus.optimizers import DPOptimizer
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
@@ -30,23 +40,6 @@ MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 SIZES = [5, 8, 3, 6, 9]
-
-
-class Integrating:
-    """A controller whose state is an integral of the error."""
-
-    def __init__(self) -> None:
-        self.integral = 0.0
-
-    def __call__(self, clip_norm: float, indicator: SlackIndicator) -> float:
-        self.integral += 0.5 - float(indicator.values[0])
-        return clip_norm * math.exp(0.1 * self.integral)
-
-    def state_dict(self) -> dict[str, float]:
-        return {"integral": self.integral}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.integral = state["integral"]
 
 
 def gradients(*norms: float) -> torch.Tensor:

@@ -29,7 +29,7 @@ from cases import (
     term_lengths,
     true_norms,
 )
-from helpers import Batch, batches, seeded
+from helpers import Batch, Integrating, batches, seeded
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise, LambdaGradClip, LambdaNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
-from opacus_slaclip import FixedController, PrivacyEngine, SlackIndicator
+from opacus_slaclip import FixedController, PrivacyEngine
 
 SIZES = (5, 9, 3, 8, 6)
 
@@ -357,23 +357,6 @@ TORCH_OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 every_torch_optimizer = pytest.mark.parametrize(
     "torch_optimizer", TORCH_OPTIMIZERS.values(), ids=TORCH_OPTIMIZERS
 )
-
-
-class Integrating:
-    """A controller whose state is an integral of the error."""
-
-    def __init__(self) -> None:
-        self.integral = 0.0
-
-    def __call__(self, clip_norm: float, indicator: SlackIndicator) -> float:
-        self.integral += 0.5 - float(indicator.values[0])
-        return clip_norm * math.exp(0.1 * self.integral)
-
-    def state_dict(self) -> dict[str, float]:
-        return {"integral": self.integral}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.integral = state["integral"]
 
 
 def by_state_dict(source: Training, target: Training) -> None:

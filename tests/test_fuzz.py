@@ -53,9 +53,9 @@ def snapshot(model, optimizer, loader):
     hooks = [
         (len(m._forward_hooks), len(m._backward_hooks), sorted(vars(m))) for m in model.modules()
     ]
-    tensors = [(p.requires_grad, sorted(vars(p)), p.detach().clone()) for p in model.parameters()]
+    tensors = [(p.requires_grad, sorted(vars(p)), p.tolist()) for p in model.parameters()]
     groups = [sorted(group) for group in optimizer.param_groups]
-    return hooks, [(r, v) for r, v, _ in tensors], groups, loader.batch_sampler
+    return hooks, tensors, groups, loader.batch_sampler
 
 
 def attempt(arguments):
@@ -78,7 +78,7 @@ def attempt(arguments):
     assert snapshot(model, optimizer, loader) == before
     assert len(engine.accountant) == 0
     # Every message says what was wrong and, in a sentence of its own, what to do.
-    assert message.count(". ") >= 1 or "needs" in message or "Unexpected" in message, message
+    assert ". " in message, message
     return None
 
 

@@ -272,3 +272,30 @@ def test_the_stock_engine_says_that_it_does_not_know_slaclip():
             max_grad_norm=1.0,
             clipping="slaclip",
         )
+
+
+def test_persistent_workers_that_have_run_before_follow_the_private_batches():
+    """Their iterator would go on with the loader's old batches, of fixed size and unreported."""
+    [(x, y)] = batches("mlp", [32])
+    loader = DataLoader(
+        torch.utils.data.TensorDataset(x, y),
+        batch_size=8,
+        num_workers=1,
+        persistent_workers=True,
+    )
+    list(loader)
+    model = nn.Linear(6, 3)
+    _, optimizer, private_loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        clipping="slaclip",
+        poisson_sampling=False,
+    )
+    optimizer.signal_skip_step(do_skip=True)  # of a pass that was left
+
+    list(private_loader)
+
+    assert not optimizer._step_skip_queue, "the pass was not reported to the optimizer"

@@ -603,6 +603,11 @@ def test_a_controller_class_is_refused() -> None:
     assert_refused(TypeError, "controller must be callable", controller=FixedController)
 
 
+def test_a_controller_class_is_refused_by_hand_too() -> None:
+    with pytest.raises(TypeError, match="controller must be callable"):
+        by_hand(controller=FixedController)
+
+
 def test_calibration_after_budget_was_spent_is_allowed_with_a_warning() -> None:
     setup = Setup()
     take_step(*setup.call())

@@ -608,3 +608,27 @@ def test_a_huge_finite_number_from_a_controller_is_clamped_like_any_other():
         one = vector(controller=lambda clip_norm, indicator, number=number: number)
         one.release(gradients(0.5))
         assert one.optimizer.max_grad_norm == 50.0
+
+
+def test_a_controller_whose_state_turns_bad_does_not_move_the_threshold():
+    class Spoiled:
+        calls = 0
+
+        def __call__(self, clip_norm, indicator):
+            self.calls += 1
+            return 2 * clip_norm
+
+        def state_dict(self):
+            return {"calls": math.nan if self.calls else 0}
+
+        def load_state_dict(self, state):
+            self.calls = state["calls"]
+
+    run = private(controller=Spoiled())
+    [batch] = batches("mlp", [6])
+    before = run.optimizer.max_grad_norm
+
+    with pytest.raises(TypeError, match="must be a plain finite number"):
+        run.step(batch)
+    assert run.optimizer.max_grad_norm == before
+    assert all(g["slaclip_max_grad_norm"] == before for g in run.optimizer.param_groups)

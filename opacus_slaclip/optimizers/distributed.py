@@ -27,8 +27,10 @@ class DistributedReleaseMixin(SlackReleaseMixin):
     """The slack noise is drawn once, K numbers are reduced, every rank goes on at rank 0's C."""
 
     # Whether collectives run inside backward (torch's DDP, FSDP2): ranks then need the same number
-    # of physical batches, and a difference would hang them.
+    # of physical batches, and a difference would hang them. The check costs one all-reduce of two
+    # numbers a physical batch.
     backward_synchronizes = False
+    _every_rank_draws = False
 
     def _global_batch_size(self) -> float:
         per_worker = check_real(
@@ -39,7 +41,10 @@ class DistributedReleaseMixin(SlackReleaseMixin):
         return check_expected_batch_size(per_worker * dist.get_world_size())
 
     def _noised_slack(self, slot_sums: torch.Tensor) -> torch.Tensor:
-        return super()._noised_slack(slot_sums) if dist.get_rank() == 0 else slot_sums
+        is_first = dist.get_rank() == 0
+        is_drawn = is_first or self._every_rank_draws
+        noised = super()._noised_slack(slot_sums) if is_drawn else slot_sums
+        return noised if is_first else slot_sums
 
     def _reduced(self, noisy_sums: torch.Tensor) -> torch.Tensor:
         total = noisy_sums.clone()
@@ -119,12 +124,9 @@ class SlaClipFSDPOptimizerFastGradientClipping(
     """:class:`opacus.optimizers.FSDPOptimizerFastGradientClipping` with the slack release."""
 
     backward_synchronizes = True
-
-    def _noised_slack(self, slot_sums: torch.Tensor) -> torch.Tensor:
-        # Every rank noises its shard of the gradient, so every rank draws here too, to keep equal
-        # random streams aligned; only rank 0's draw counts.
-        noised = super(DistributedReleaseMixin, self)._noised_slack(slot_sums)
-        return noised if dist.get_rank() == 0 else slot_sums
+    # Every rank noises its shard of the gradient, so every rank draws for the slack too, to keep
+    # equal random streams aligned.
+    _every_rank_draws = True
 
     def _drop_logical_batch(self) -> None:
         super()._drop_logical_batch()

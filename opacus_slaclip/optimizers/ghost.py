@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
 
 from opacus_slaclip import _opacus
@@ -89,9 +88,6 @@ class GhostReleaseMixin(SlackReleaseMixin):
     def _all_finite(self) -> bool:
         is_finite, self._state.is_finite = self._state.is_finite, None
         return is_finite is None or bool(self._any_worker(~is_finite) == 0)
-
-    def _any_worker(self, flag: torch.Tensor) -> torch.Tensor:
-        return flag
 
     def _has_fresh_gradient(self) -> bool:
         return self._state.fresh_norms is not None

@@ -104,13 +104,7 @@ class SlaClipDPOptimizer(SlackReleaseMixin, DPOptimizer):
 
     def _low_precision_gradient(self, summed_grad: torch.Tensor) -> torch.Tensor:
         """Return the noised float32 sum that is then cast to the parameter's precision."""
-        noise = _opacus.generate_noise(
-            std=self.noise_multiplier * self.max_grad_norm,
-            reference=summed_grad,
-            generator=self.generator,
-            secure_mode=self.secure_mode,
-        )
-        return summed_grad + noise
+        return summed_grad + self._noise_like(summed_grad)
 
 
 def _zero_unless(keep: torch.Tensor, grad_sample: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from opacus_slaclip import _opacus
 from opacus_slaclip._precision import full_precision
 from opacus_slaclip._validate import check_noise_scale
-from opacus_slaclip.controllers import next_clip_norm
+from opacus_slaclip.controllers import next_clip_norm, read_controller_state
 from opacus_slaclip.indicator import SlackIndicator
 from opacus_slaclip.optimizers.threshold import ThresholdMixin
 from opacus_slaclip.slack import indicator_noise_std, normalize_slack, slot_width, sum_slack
@@ -61,17 +61,25 @@ class SlackReleaseMixin(ThresholdMixin):
 
     def _noised_slack(self, slot_sums: torch.Tensor) -> torch.Tensor:
         """Return what is released of the slack, in slots; its draw follows the gradient's."""
-        noise = _opacus.generate_noise(
+        noise = self._noise_like(slot_sums)
+        return slot_sums + noise / slot_width(self.max_grad_norm, self._num_slots)
+
+    def _noise_like(self, reference: torch.Tensor) -> torch.Tensor:
+        """Draw noise of the one scale, in gradient-norm units."""
+        return _opacus.generate_noise(
             std=self.noise_multiplier * self.max_grad_norm,
-            reference=slot_sums,
+            reference=reference,
             generator=self.generator,
             secure_mode=self.secure_mode,
         )
-        return slot_sums + noise / slot_width(self.max_grad_norm, self._num_slots)
 
     def _reduced(self, noisy_sums: torch.Tensor) -> torch.Tensor:
         """Return the release summed over all workers."""
         return noisy_sums
+
+    def _any_worker(self, flag: torch.Tensor) -> torch.Tensor:
+        """Return whether ``flag`` is set on any worker."""
+        return flag
 
     def step(  # type: ignore[override] # torch overloads it
         self, closure: Callable[[], float] | None = None
@@ -162,13 +170,15 @@ class SlackReleaseMixin(ThresholdMixin):
             )
             return self.max_grad_norm
         low, high = self._clip_bounds
-        return next_clip_norm(
+        clip_norm = next_clip_norm(
             self._controller,
             self.max_grad_norm,
             indicator,
             min_clipbound=low,
             max_clipbound=high,
         )
+        read_controller_state(self._controller)  # raises before the threshold moves, if at all
+        return clip_norm
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear gradients; the slack sum lives and dies with ``summed_grad``."""

@@ -25,6 +25,7 @@ from opacus_slaclip.controllers import (
     Controller,
     SlaClipController,
     StatefulController,
+    check_controller,
     read_controller_state,
 )
 from opacus_slaclip.indicator import SlackIndicator
@@ -49,23 +50,18 @@ class ReleaseState:
     initial_clip_norm: float
     num_releases: int = 0
     indicator: SlackIndicator | None = None
-    slot_sums: torch.Tensor | None = field(
-        default=None, repr=False
-    )  # private until noised; None outside a logical batch
-    noisy_sums: torch.Tensor | None = field(
-        default=None, repr=False
-    )  # noised; the threshold has yet to move by it
-    fresh_norms: torch.Tensor | None = field(
-        default=None, repr=False
-    )  # private; ghost: clipped by, not yet accumulated
-    fresh_clip_norm: float | None = None  # ghost: the threshold that clipped by fresh_norms
-    bound_parameters: list[int] | None = field(default=None, repr=False)  # ghost: in the norms
-    grad_versions: list[Any] | None = field(
-        default=None, repr=False
-    )  # ghost: the gradients that backward() left
-    is_finite: torch.Tensor | None = field(
-        default=None, repr=False
-    )  # private; ghost: no bad norm in this logical batch
+    # Private until noised; None outside a logical batch.
+    slot_sums: torch.Tensor | None = field(default=None, repr=False)
+    # Noised; the threshold has yet to move by it.
+    noisy_sums: torch.Tensor | None = field(default=None, repr=False)
+    # Private; ghost: clipped by, not yet accumulated, and the threshold that clipped.
+    fresh_norms: torch.Tensor | None = field(default=None, repr=False)
+    fresh_clip_norm: float | None = None
+    # Private; ghost: no bad norm in this logical batch.
+    is_finite: torch.Tensor | None = field(default=None, repr=False)
+    # Ghost: the parameters in the norms, and the gradients that backward() left on them.
+    bound_parameters: list[int] | None = field(default=None, repr=False)
+    grad_versions: list[Any] | None = field(default=None, repr=False)
     warned_nonfinite: bool = False
     steps_in_pass: int = 0
     excused_in_pass: bool = False  # a step of the pass failed with an error of its own
@@ -73,12 +69,14 @@ class ReleaseState:
 
     def drop_private(self) -> None:
         """Forget everything that has not been noised and used."""
-        self.slot_sums = self.noisy_sums = self.fresh_norms = self.is_finite = None
+        self.__dict__.update(_NOTHING_PRIVATE)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave what is private out of copies and pickles."""
-        private = dict.fromkeys(("slot_sums", "noisy_sums", "fresh_norms", "is_finite"))
-        return self.__dict__ | private
+        return self.__dict__ | _NOTHING_PRIVATE
+
+
+_NOTHING_PRIVATE = dict.fromkeys(("slot_sums", "noisy_sums", "fresh_norms", "is_finite"))
 
 
 class ThresholdMixin(DPOptimizer):
@@ -128,12 +126,9 @@ class ThresholdMixin(DPOptimizer):
             check_noise_scale(noise_multiplier, bound)
         recommended = recommended_num_slots(batch_size, noise_multiplier)
         self._num_slots = recommended if num_slots is None else check_num_slots(num_slots)
-        self._controller = SlaClipController() if controller is None else controller
-        if not callable(self._controller):
-            raise TypeError(
-                f"controller must be callable as (clip_norm, indicator) -> float, got "
-                f"{controller!r}. Pass one of opacus_slaclip's controllers or a function."
-            )
+        self._controller = (
+            SlaClipController() if controller is None else check_controller(controller)
+        )
         self._state = ReleaseState(clip_norm=clip_norm, initial_clip_norm=clip_norm)
         _warn_of_a_noisy_indicator(self._num_slots, recommended, batch_size)
         super().__init__(
