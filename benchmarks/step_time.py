@@ -57,7 +57,9 @@ def make_step(row: dict[str, Any], method: str, device: str) -> Callable[[], Non
     torch.manual_seed(0)
     inputs, labels = make_inputs(batch).to(device), torch.randint(0, classes, (batch,)).to(device)
     model = make_model().to(device)
-    options: dict[str, Any] = {"clipping": method}
+    autocast = row["dtype"] == "bfloat16"
+    reduction = "sum" if autocast else "mean"  # of gradients in bfloat16 a mean is refused
+    options: dict[str, Any] = {"clipping": method, "loss_reduction": reduction}
     if method == "slaclip":
         options["num_slots"] = row["num_slots"]
     elif method == "adaptive":
@@ -69,12 +71,12 @@ def make_step(row: dict[str, Any], method: str, device: str) -> Callable[[], Non
         noise_multiplier=1.0,
         max_grad_norm=1.0,
         grad_sample_mode=row["mode"],
-        criterion=nn.CrossEntropyLoss(),
+        criterion=nn.CrossEntropyLoss(reduction=reduction),
         **options,
     )
     module, optimizer = private[:2]
-    criterion = private[2] if row["mode"] == "ghost" else nn.CrossEntropyLoss()
-    autocast = row["dtype"] == "bfloat16"
+    is_ghost = row["mode"] == "ghost"
+    criterion = private[2] if is_ghost else nn.CrossEntropyLoss(reduction=reduction)
 
     def step() -> None:
         optimizer.zero_grad()

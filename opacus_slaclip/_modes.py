@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import chain
@@ -19,8 +18,10 @@ from torch.utils.data import IterableDataset
 
 from opacus_slaclip import _opacus
 from opacus_slaclip._precision import accumulation_dtype
+from opacus_slaclip._warnings import warn
 from opacus_slaclip.ghost_modules import GhostClippingMixin
 from opacus_slaclip.optimizers import get_optimizer_class
+from opacus_slaclip.optimizers.grad_sample import LOW_PRECISION_MEAN
 from opacus_slaclip.sampling import is_distributed_sampler
 
 GHOST_MODES = ("ghost", "ghost_fsdp")
@@ -50,6 +51,8 @@ def check_mode(arguments: Mapping[str, Any]) -> None:
             f"loss_reduction must be 'mean' or 'sum', got {arguments['loss_reduction']!r}. Pass "
             "the reduction of your criterion."
         )
+    if mode not in ("no_op", *GHOST_MODES) and arguments["loss_reduction"] == "mean":
+        _check_precision(module)
     _check_layers(module)
     if arguments["poisson_sampling"] and isinstance(
         arguments["data_loader"].dataset, IterableDataset
@@ -71,6 +74,16 @@ def check_mode(arguments: Mapping[str, Any]) -> None:
             )
         _check_ghost(module, arguments["optimizer"])
     _warn_of_empty_batches(arguments)
+
+
+def _check_precision(module: nn.Module) -> None:
+    low = sorted(name for name, p in module.named_parameters() if p.requires_grad and _is_low(p))
+    if low:
+        raise ValueError(f"loss_reduction must be 'sum' for {LOW_PRECISION_MEAN} It is of {low}.")
+
+
+def _is_low(parameter: nn.Parameter) -> bool:
+    return accumulation_dtype(parameter.dtype) != parameter.dtype
 
 
 def _check_layers(module: nn.Module) -> None:
@@ -161,12 +174,12 @@ def _check_ghost(module: nn.Module, optimizer: Any) -> None:
             f"in the norm; {left_out} are not. Freeze them, add them, or use "
             "grad_sample_mode='hooks'."
         )
-    low = sorted(name for name, p in trainable.items() if accumulation_dtype(p.dtype) != p.dtype)
+    low = sorted(name for name, p in trainable.items() if _is_low(p))
     if low:
         raise ValueError(
             f"module must be float32 or float64 in ghost mode: the second backward pass would "
             f"round the clipped sums of {low} to 8 bits, which the noise does not cover. Use "
-            "grad_sample_mode='hooks', which sums in float32."
+            "grad_sample_mode='hooks', which sums in float32, with reduction='sum'."
         )
     _check_single_owners(module, trainable)
     if any(
@@ -201,16 +214,14 @@ def _warn_of_empty_batches(arguments: Mapping[str, Any]) -> None:
     if not arguments["poisson_sampling"]:
         return
     if arguments["rand_on_empty"]:
-        warnings.warn(
+        warn(
             "rand_on_empty=True puts a made-up sample into an empty batch; it takes part in the "
             "gradient and the slack like a real one. A sample that joins such a batch replaces it, "
             "which moves the sum by up to 2 C instead of C: keep the expected batch so large that "
             "an empty one, of probability about exp(-expected batch size), does not matter.",
-            stacklevel=5,
         )
     elif arguments["grad_sample_mode"] == "ew":
-        warnings.warn(
+        warn(
             "grad_sample_mode='ew' raises on the empty batches that Poisson sampling can draw. "
             "Use 'hooks', or pass rand_on_empty=True, which lets a made-up sample take part.",
-            stacklevel=5,
         )

@@ -13,6 +13,12 @@ try:
         _generate_noise,
         _mark_as_processed,
     )
+
+    # Ours override these; under another name Opacus's own would run instead, unnoticed.
+    for _part in ("model", "data_loader", "optimizer", "criterion"):
+        _hook = f"_prepare_{_part}"
+        if not hasattr(opacus.PrivacyEngine, _hook):
+            raise ImportError(f"PrivacyEngine has no {_hook}")
 except ImportError as error:  # pragma: no cover - needs another Opacus
     raise ImportError(
         f"opacus-slaclip works with opacus>=1.6,<2, found {opacus.__version__}: {error}. "

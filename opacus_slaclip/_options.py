@@ -25,14 +25,16 @@ CONTROLLERS: dict[str, type[SlaClipController] | type[SlaClipQController]] = {
 
 # The first two are ours alone; the others are Opacus's own names for its adaptive clipping.
 ONLY_OURS = ("num_slots", "controller")
-OPTIONS = (
-    *ONLY_OURS,
-    "clipbound_learning_rate",
-    "target_unclipped_quantile",
-    "min_clipbound",
-    "max_clipbound",
-)
 DEFAULT_CLIP_BOUNDS = (0.1, 50.0)
+# Name: default.
+OPTIONS: dict[str, Any] = {
+    "num_slots": None,
+    "controller": None,
+    "clipbound_learning_rate": SlaClipQController.clipbound_learning_rate,
+    "target_unclipped_quantile": SlaClipQController.target_unclipped_quantile,
+    "min_clipbound": DEFAULT_CLIP_BOUNDS[0],
+    "max_clipbound": DEFAULT_CLIP_BOUNDS[1],
+}
 
 _CONTROLLER_OPTIONS = ("clipbound_learning_rate", "target_unclipped_quantile")
 
@@ -43,6 +45,11 @@ def check_names(names: Iterable[str], accepted: Iterable[str], *, clipping: str)
     for name in names:
         if name in accepted:
             continue
+        if name == "noise_multiplier":
+            raise TypeError(
+                "noise_multiplier is what make_private_with_epsilon calibrates to target_epsilon. "
+                "Remove it, or call make_private."
+            )
         if name == "unclipped_num_std":
             raise TypeError(
                 f"unclipped_num_std does not apply to clipping={clipping!r}: SlaClip needs no "
@@ -55,8 +62,19 @@ def check_names(names: Iterable[str], accepted: Iterable[str], *, clipping: str)
         )
 
 
-def refuse_only_ours(names: Iterable[str], *, clipping: str) -> None:
-    """Raise a ``TypeError`` if an option that only SlaClip has is given to another clipping."""
+def refuse_only_ours(names: Iterable[str], *, clipping: Any) -> None:
+    """Check what goes through to Opacus.
+
+    Raises:
+        ValueError: If ``clipping`` is a misspelt value of ours.
+        TypeError: If an option that only SlaClip has is given to another clipping.
+    """
+    nearest = difflib.get_close_matches(str(clipping).lower(), CONTROLLERS, n=1, cutoff=0.7)
+    if nearest:
+        raise ValueError(
+            f"clipping must be one of {sorted(CONTROLLERS)} or a value of Opacus's, got "
+            f"{clipping!r}. Did you mean {nearest[0]!r}?"
+        )
     for name in ONLY_OURS:
         if name in names:
             raise TypeError(

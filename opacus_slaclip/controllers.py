@@ -7,6 +7,7 @@ configurations with a pure update. One that keeps state of its own has it checkp
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from dataclasses import dataclass
@@ -198,6 +199,15 @@ def check_controller(controller: object) -> Controller:
             f"controller must be callable as (clip_norm, indicator) -> float, got {controller!r}. "
             "Pass one of opacus_slaclip's controllers or a function."
         )
+    try:
+        inspect.signature(controller).bind(1.0, None)
+    except ValueError:  # some builtins do not say what they take
+        pass
+    except TypeError as error:
+        raise TypeError(
+            f"controller must take two arguments, (clip_norm, indicator); {controller!r} does not: "
+            f"{error}. Write def controller(clip_norm, indicator): return next_clip_norm."
+        ) from error
     read_controller_state(controller)
     return controller
 

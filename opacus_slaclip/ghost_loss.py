@@ -59,15 +59,19 @@ def _one_a_sample(losses: torch.Tensor, loss_reduction: str) -> torch.Tensor:
 
 
 def _check_shapes(inputs: tuple[Any, ...]) -> None:
-    shapes = [t.shape for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    for one, other in combinations(shapes, 2):
+    tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
+    for a, b in combinations(tensors, 2):
+        if not (a.is_floating_point() or b.is_floating_point()):
+            continue  # two kinds of labels
+        one, other = a.shape, b.shape
         try:
             together: Any = torch.broadcast_shapes(one, other)  # type: ignore[no-untyped-call]
         except RuntimeError:
             continue  # not compared entry by entry
         if together not in (one, other):
             raise ValueError(
-                "The criterion's floating-point inputs must have one shape in ghost mode: "
+                "The criterion's inputs must have one shape in ghost mode, unless they are not "
+                f"compared entry by entry; got {tuple(one)} and {tuple(other)}: "
                 "broadcasting would compare every sample with every other. Reshape the targets."
             )
 

@@ -23,7 +23,9 @@ from opacus_slaclip.optimizers.ghost import GhostReleaseMixin
 from opacus_slaclip.optimizers.threshold import ReleaseState
 from opacus_slaclip.slack import clip_factors
 
-_HOOKS_INSTEAD = "Use grad_sample_mode='hooks', which sums clipped gradients in float32."
+_HOOKS_INSTEAD = (
+    "Use grad_sample_mode='hooks', which sums clipped gradients in float32, with reduction='sum'."
+)
 
 
 class GhostClippingMixin(GradSampleHooksFastGradientClipping):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import Any
 
 import opacus
@@ -26,6 +25,7 @@ from opacus_slaclip._validate import (
     check_noise_multiplier,
     check_noise_scale,
 )
+from opacus_slaclip._warnings import warn
 from opacus_slaclip.ghost_loss import GhostLoss
 from opacus_slaclip.ghost_modules import prepare_ghost_module
 from opacus_slaclip.optimizers import SlackReleaseMixin, get_optimizer_class
@@ -145,10 +145,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         arguments = {name: kwargs[name] for name in kwargs if name in accepted}
         resolved = self._check(clipping, arguments)
         if len(self.accountant) > 0:
-            warnings.warn(
+            warn(
                 "This engine has already spent privacy budget; the calibrated noise assumes none, "
                 "so the total epsilon will exceed target_epsilon.",
-                stacklevel=2,
             )
         noise_multiplier = get_noise_multiplier(
             sample_rate=1 / len(kwargs["data_loader"]),
@@ -236,6 +235,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         )
         if isinstance(self._slaclip_module, DistributedDataParallel):
             private.backward_synchronizes = True
+        if grad_sample_mode != "no_op" and private.loss_reduction == "mean":
+            private.divides_before_rounding = True
         private._drop_grad_samples()
         if isinstance(optimizer, SlackReleaseMixin):
             private.continue_from(optimizer)
@@ -273,3 +274,17 @@ def _expected_batch_size(data_loader: DataLoader[Any], poisson_sampling: bool) -
     if poisson_sampling:
         steps = int(1 / (1 / steps))
     return int(len(data_loader.dataset) * (1 / steps))  # type: ignore[arg-type]
+
+
+def _say_what_it_takes(name: str) -> None:
+    """Give a method the signature that editors and ``help()`` show: Opacus's, with our options."""
+    signature = inspect.signature(getattr(opacus.PrivacyEngine, name))
+    *parameters, rest = signature.parameters.values()
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    ours = [inspect.Parameter(option, keyword, default=OPTIONS[option]) for option in OPTIONS]
+    signature = signature.replace(parameters=[*parameters, *ours, rest])
+    setattr(getattr(PrivacyEngine, name), "__signature__", signature)  # noqa: B010 # mypy
+
+
+for _name in ("make_private", "make_private_with_epsilon"):
+    _say_what_it_takes(_name)

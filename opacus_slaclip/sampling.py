@@ -30,8 +30,8 @@ class PassFollower(Protocol):
         """Be told that a new pass begins."""
         ...
 
-    def end_pass(self, num_batches: int) -> None:
-        """Be told that all logical batches of the pass have been handed out."""
+    def end_pass(self, num_steps: int | None) -> None:
+        """Be told that all batches of the pass are out, and how many steps they ask for."""
         ...
 
 
@@ -53,8 +53,8 @@ class _FollowedSampler:
         for batch in batches:
             num_batches += 1
             yield batch
-        if follower is not None and self._every_batch_is_a_step:
-            follower.end_pass(num_batches)
+        if follower is not None:
+            follower.end_pass(num_batches if self._every_batch_is_a_step else None)
 
 
 class PoissonSampler(_FollowedSampler, UniformWithReplacementSampler):

@@ -690,10 +690,15 @@ def test_adaptation_goes_on_from_what_a_clip_scheduler_sets():
 
 # --- low precision, where gradients are at hand ---
 
+SUMS: dict[str, Any] = {
+    "loss_reduction": "sum",
+    "criterion": nn.CrossEntropyLoss(reduction="sum"),
+}
+
 
 @some_cases("hooks-mlp", "hooks-mlp-bare", "hooks-cnn", "hooks-layernorm-bare")
 def test_under_autocast_gradients_are_bfloat16_and_sums_are_not(case):
-    run = make(case, poisson_sampling=False)
+    run = make(case, poisson_sampling=False, **SUMS)
 
     for batch in case.batches(*SIZES):
         run.optimizer.zero_grad()
@@ -720,7 +725,7 @@ def flat_history(case: Case) -> list[Any]:
 @pytest.mark.parametrize("task", ["mlp", "cnn", "frozen"])
 def test_bfloat16_parameters_are_updated_from_float32_sums(task, is_wrapped):
     case = Case("hooks", task, is_wrapped=is_wrapped, dtype=torch.bfloat16)
-    run = make(case)
+    run = make(case, **SUMS)
     start = run.parameters
 
     for batch in case.batches(*SIZES):

@@ -301,7 +301,7 @@ class SumOfOutputs(nn.Module):
     """A loss whose per-sample gradient, for one linear layer, is the input."""
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return output.sum(1).mean()
+        return output.sum()
 
 
 def cancelling_samples() -> torch.Tensor:
@@ -327,9 +327,10 @@ def train_in_bfloat16(family: Family) -> list[torch.Tensor]:
             max_grad_norm=5000.0,
             max_clipbound=5000.0,
             poisson_sampling=False,
+            loss_reduction="sum",
         )
         train(run, run.loader)
-        released.append(-run.parameters[0].flatten() * 4)
+        released.append(-run.parameters[0].flatten())
     return released
 
 

@@ -221,6 +221,17 @@ def test_targets_of_another_shape_are_refused():
     criterion(module(x), y).backward()  # the error has left nothing behind
 
 
+def test_whole_numbers_as_targets_of_another_shape_are_refused():
+    """(B, 1) rates beside (B,) counts would compare every sample with every other."""
+    rates = nn.PoissonNLLLoss()
+    module, _, criterion, (x, y) = make(criterion=rates)
+    counts = y.round().abs().long()
+
+    with pytest.raises(ValueError, match="must have one shape"):
+        criterion(module(x), counts.squeeze(1))
+    criterion(module(x), counts).backward()
+
+
 def test_a_parameter_that_is_reused_later_in_the_run_is_refused():
     class LateTying(Pooled):
         is_tied = False

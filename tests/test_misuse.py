@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import opacus
 import pytest
@@ -84,6 +85,81 @@ def test_a_logical_batch_that_was_left_does_not_leak_into_the_next(num_workers):
     assert all(map(torch.equal, left.parameters, straight.parameters))
     assert left.thresholds[1:] == straight.thresholds
     assert left.engine.accountant.history == straight.engine.accountant.history
+
+
+class ReadsAhead:
+    """Takes batches before it hands out earlier ones, as trainers do that look for the last."""
+
+    def __init__(self, loader, ahead):
+        self.loader, self.ahead = loader, ahead
+
+    def __iter__(self):
+        waiting = []
+        for batch in self.loader:
+            waiting.append(batch)
+            if len(waiting) > self.ahead:
+                yield waiting.pop(0)
+        yield from waiting
+
+
+def step_on(run, physical, but=None):
+    for i, batch in enumerate(physical):
+        if i != but:
+            run.step(batch)
+
+
+def physical_batches(run, num_workers=0, ahead=0):
+    loader = DataLoader(
+        run.loader.dataset,
+        batch_sampler=run.loader.batch_sampler,
+        collate_fn=run.loader.collate_fn,
+        num_workers=num_workers,
+    )
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=run.optimizer
+    ) as physical:
+        yield from ReadsAhead(physical, ahead)
+
+
+WAYS_TO_LOAD = [(0, 0), (0, 1), (2, 0), (2, 1)]
+ALL_AT_ONCE = (0, 1000)  # all batches are out before the first step: only the end of a pass tells
+
+
+@pytest.mark.parametrize(("num_workers", "ahead"), [*WAYS_TO_LOAD, ALL_AT_ONCE])
+def test_a_loop_over_physical_batches_may_fetch_ahead(num_workers, ahead):
+    run = private("mlp")
+    for _ in range(2):
+        step_on(run, physical_batches(run, num_workers, ahead))
+
+    assert run.optimizer.num_releases == 2 * len(run.loader)
+
+
+@pytest.mark.parametrize(("num_workers", "ahead"), WAYS_TO_LOAD)
+def test_a_physical_batch_without_a_step_is_noticed(num_workers, ahead):
+    """Its note would be taken for the next batch's, and two logical batches be one release."""
+    run = private("mlp")
+
+    with pytest.raises(RuntimeError, match="A physical batch went by without step"):
+        step_on(run, physical_batches(run, num_workers, ahead), but=1)
+
+    before = state(run)
+    releases = run.optimizer.num_releases
+    assert releases <= 1
+    with warnings.catch_warnings():  # of the pass that was left
+        warnings.simplefilter("ignore")
+        step_on(run, physical_batches(run, num_workers, ahead))
+    assert run.optimizer.num_releases == releases + len(run.loader)
+    assert len(run.engine.accountant.history) == 1
+    assert not all(map(torch.equal, before[0], run.parameters))
+
+
+def test_announcing_physical_batches_by_hand_needs_no_loader():
+    run = private("mlp")
+    for do_skip in (True, True, False):
+        run.optimizer.signal_skip_step(do_skip)
+    for batch in batches("mlp", [2, 3, 2]):
+        run.step(batch)
+    assert run.optimizer.num_releases == 1
 
 
 def test_a_logical_batch_can_be_dropped_by_hand():

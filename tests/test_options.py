@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from opacus_slaclip import (
     FixedController,
     PrivacyEngine,
+    SlackIndicator,
     SlaClipController,
     SlaClipDPOptimizer,
     SlaClipQController,
@@ -169,6 +171,68 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(
     assert_refused(TypeError, match, method, clipping=clipping, **{name: 1})
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("clipping", "nearest"),
+    [
+        ("SlaClip", "slaclip"),
+        ("slclip", "slaclip"),
+        ("slaclip_q", "slaclip-q"),
+        ("slaclipq", "slaclip-q"),
+    ],
+)
+def test_a_misspelt_clipping_is_refused_with_the_nearest_one(
+    clipping: str, nearest: str, method: str
+) -> None:
+    match = f"clipping must be one of .*, got '{clipping}'. Did you mean '{nearest}'"
+    assert_refused(ValueError, match, method, clipping=clipping)
+
+
+def test_a_misspelt_mode_is_refused_with_the_nearest_one() -> None:
+    match = "grad_sample_mode='hook' in one process is not supported.*Did you mean 'hooks'"
+    assert_refused(ValueError, match, grad_sample_mode="hook")
+
+
+def lower(clip_norm: float) -> float:
+    return clip_norm / 2
+
+
+def first_slot(clip_norm: float, indicator: SlackIndicator, beta: float) -> float:
+    return clip_norm * beta
+
+
+@pytest.mark.parametrize("controller", [lower, first_slot, lambda: 1.0])
+def test_a_controller_that_does_not_take_two_arguments_is_refused(controller: Any) -> None:
+    match = r"controller must take two arguments, \(clip_norm, indicator\); .* does not: "
+    assert_refused(TypeError, match, controller=controller)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_signature_shows_what_opacus_takes_and_what_we_add(method: str) -> None:
+    theirs, ours = (
+        inspect.signature(getattr(engine, method)).parameters
+        for engine in (opacus.PrivacyEngine, PrivacyEngine)
+    )
+    added = {name: ours[name].default for name in ours if name not in theirs}
+
+    assert [name for name in ours if name in theirs] == list(theirs)
+    assert added == {
+        "num_slots": None,
+        "controller": None,
+        "clipbound_learning_rate": 0.2,
+        "target_unclipped_quantile": 0.5,
+        "min_clipbound": 0.1,
+        "max_clipbound": 50.0,
+    }
+
+
+def test_a_warning_names_the_line_that_called() -> None:
+    with pytest.warns(UserWarning, match="num_slots=99 is above the recommended") as caught:
+        Setup().call(num_slots=99)
+    places = [w.filename for w in caught if "num_slots" in str(w.message)]
+    assert places == [__file__]
+
+
 def test_the_argument_of_opacus_adaptive_clipping_that_has_no_use_is_refused_with_a_hint() -> None:
     match = "unclipped_num_std does not apply to clipping='slaclip'.*needs no extra .* Remove it"
     assert_refused(TypeError, match, unclipped_num_std=10.0)
@@ -192,7 +256,7 @@ def test_make_private_refuses_what_only_calibration_needs(name: str) -> None:
 def test_make_private_with_epsilon_refuses_a_noise_multiplier() -> None:
     assert_refused(
         TypeError,
-        "unexpected keyword argument 'noise_multiplier'",
+        "noise_multiplier is what .* calibrates to target_epsilon. Remove it, or call make_private",
         "make_private_with_epsilon",
         noise_multiplier=1.0,
     )
@@ -657,7 +721,7 @@ def test_every_option_of_the_quantile_variant_has_a_default() -> None:
             "controller",
             SlaClipController(0.5),
         ),
-        ({"controller": abs}, "controller", abs),
+        ({"controller": math.fmod}, "controller", math.fmod),
         (
             {"clipping": "slaclip-q", "target_unclipped_quantile": 0.9},
             "controller",

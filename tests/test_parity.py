@@ -209,7 +209,7 @@ def test_clipping_values_of_opacus_give_its_own_optimizers(clipping):
 
 
 def test_a_step_inside_autocast_equals_the_step_outside():
-    runs = [fixed(), fixed()]
+    runs = [fixed(loss_reduction="sum"), fixed(loss_reduction="sum")]
     data = batches("mlp", SIZES)
 
     for is_inside, run in enumerate(runs):

@@ -163,7 +163,7 @@ def test_the_result_is_cast_only_after_the_noise(dtype):
 
 @pytest.mark.parametrize("task", ["cnn", "embedding", "lstm", "mlp"])
 def test_a_model_in_bfloat16_trains_and_stays_in_bfloat16(task):
-    run = private(task, dtype=torch.bfloat16, num_slots=4)
+    run = private(task, dtype=torch.bfloat16, num_slots=4, loss_reduction="sum")
     start = run.parameters
 
     for batch in batches(task, [5, 1, 9, 4], dtype=torch.bfloat16):
@@ -252,7 +252,9 @@ def stored_gradients(run: Run) -> torch.Tensor:
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
 @pytest.mark.parametrize("task", ["cnn", "layernorm", "mlp"])
 def test_under_autocast_norms_sums_and_slack_are_float32(task, mode):
-    run = private(task, grad_sample_mode=mode, num_slots=8, noise_multiplier=0.0)
+    run = private(
+        task, grad_sample_mode=mode, num_slots=8, noise_multiplier=0.0, loss_reduction="sum"
+    )
     clip_norm = TASKS[task].clip_norm
     run.optimizer.zero_grad()
 
@@ -273,8 +275,40 @@ def test_under_autocast_norms_sums_and_slack_are_float32(task, mode):
     assert slack_error <= (8 * rows.shape[1] + 16) * EPS
 
 
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+def test_a_mean_of_losses_is_refused_for_parameters_in_low_precision(mode):
+    message = r"loss_reduction must be 'sum' for .* 'mean'.*rounds all others.*It is of \['0"
+    with pytest.raises(ValueError, match=message):
+        private("mlp", grad_sample_mode=mode, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ew"])
+def test_a_mean_of_losses_is_refused_under_autocast(mode):
+    run = private("mlp", grad_sample_mode=mode)
+    before = (run.parameters, run.optimizer.max_grad_norm)
+    with torch.autocast("cpu", torch.bfloat16):
+        run.backward(samples("mlp", 5))
+
+    with pytest.raises(ValueError, match=r"loss_reduction must be 'sum' for .*learning rate"):
+        run.optimizer.step()
+
+    assert all(map(torch.equal, run.parameters, before[0]))
+    assert run.engine.accountant.history == []
+    run.step(samples("mlp", 5))  # in float32
+    assert run.optimizer.num_releases == 1
+
+
+def test_gradients_of_a_users_own_making_may_come_from_a_mean():
+    """Nobody but the user knows how mode "no_op" came by them."""
+    run = private("mlp", grad_sample_mode="no_op", dtype=torch.bfloat16)
+    for p in run.model.parameters():
+        p.grad_sample = torch.ones(3, *p.shape, dtype=p.dtype)
+    run.optimizer.step()
+    assert run.optimizer.num_releases == 1
+
+
 def test_autocast_is_back_on_after_the_step():
-    run = private()
+    run = private(loss_reduction="sum")
     run.optimizer.zero_grad()
 
     with torch.autocast("cpu", torch.bfloat16):

@@ -228,7 +228,8 @@ REFUSED_IN_GHOST: dict[str, tuple[Callable[[], Setup], str]] = {
     "bfloat16": (
         lambda: Setup(TASKS["mlp"].model().bfloat16()),
         r"module must be float32 or float64 in ghost mode: .*'0.weight'.* to 8 bits, which the "
-        r"noise does not cover. Use grad_sample_mode='hooks', which sums in float32",
+        r"noise does not cover. Use grad_sample_mode='hooks', which sums in float32, with "
+        r"reduction='sum'",
     ),
     "one-layer-in-float16": (
         lambda: Setup(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, NUM_CLASSES).half())),
@@ -277,10 +278,12 @@ def test_what_ghost_mode_refuses_trains_in_the_mode_it_names(name):
     task = "embedding" if "embedding" in name else "mlp"
     dtype = next(setup.module.parameters()).dtype
 
-    module, optimizer, _ = setup.make_private(grad_sample_mode="hooks")
+    reduction = "sum" if name == "bfloat16" else "mean"
+
+    module, optimizer, _ = setup.make_private(grad_sample_mode="hooks", loss_reduction=reduction)
     for x, y in batches(task, [5, 8], dtype=torch.float32 if task == "embedding" else dtype):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(module(x), y).backward()
+        nn.functional.cross_entropy(module(x), y, reduction=reduction).backward()
         optimizer.step()
 
     assert optimizer.num_releases == 2
@@ -498,7 +501,8 @@ def test_ghost_clipping_under_autocast_is_refused(name):
 
     message = (
         r"cannot run under autocast: .* to 8 bits, which the noise does not cover. Use grad_sample_"
-        r"mode='hooks', which sums clipped gradients in float32. Or leave the autocast context"
+        r"mode='hooks', which sums clipped gradients in float32, with reduction='sum'. Or leave "
+        r"the autocast context"
     )
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=message):
         run.model(x)

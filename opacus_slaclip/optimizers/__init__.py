@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from opacus_slaclip.optimizers.distributed import (
     SlaClipDistributedDPOptimizer,
     SlaClipDistributedDPOptimizerFastGradientClipping,
@@ -45,8 +47,11 @@ def get_optimizer_class(*, grad_sample_mode: str, distributed: bool) -> type[Sla
     try:
         return _OPTIMIZERS[grad_sample_mode, distributed]
     except KeyError:
+        modes = sorted({mode for mode, many in _OPTIMIZERS if many == distributed})
         where = "distributed" if distributed else "in one process"
+        nearest = difflib.get_close_matches(str(grad_sample_mode), modes, n=1)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise ValueError(
             f"grad_sample_mode={grad_sample_mode!r} {where} is not supported with SlaClip. Use one "
-            f"of {sorted({mode for mode, many in _OPTIMIZERS if many == distributed})}."
+            f"of {modes}.{hint}"
         ) from None

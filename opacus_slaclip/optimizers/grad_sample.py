@@ -12,6 +12,13 @@ from opacus_slaclip._precision import accumulation_dtype
 from opacus_slaclip.optimizers.release import SlackReleaseMixin
 from opacus_slaclip.slack import clip_factors
 
+LOW_PRECISION_MEAN = (
+    "gradients in bfloat16 or float16, got 'mean': it divides every loss by the size of the batch "
+    "before its gradient is rounded, so one sample more rounds all others anew, which the noise "
+    "does not cover. Use reduction='sum' in the criterion and in make_private (a step is then on "
+    "the sum: divide the learning rate by the expected batch size)."
+)
+
 
 def per_sample_norms(grad_samples: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of each sample's whole gradient, in float32 or better.
@@ -43,6 +50,10 @@ class SlaClipDPOptimizer(SlackReleaseMixin, DPOptimizer):
     and sums are float32 and only the noised result is cast.
     """
 
+    # Whether the backward pass divided every loss by the size of the batch before gradients were
+    # rounded: the engine knows, who finds gradients on the parameters does not.
+    divides_before_rounding = False
+
     def clip_and_accumulate(self) -> None:
         """Clip each sample to ``max_grad_norm``; add gradients and slack to the private sums."""
         params: list[Any] = self.params
@@ -71,6 +82,8 @@ class SlaClipDPOptimizer(SlackReleaseMixin, DPOptimizer):
         for p in params:
             if getattr(p, "grad_sample", None) is None:
                 self._get_flat_grad_sample(p)  # says what is missing
+            if self.divides_before_rounding:
+                _check_precision(p.grad_sample)
             _opacus.check_not_processed(p.grad_sample)
             _opacus.check_not_processed(p.summed_grad)
 
@@ -105,6 +118,13 @@ class SlaClipDPOptimizer(SlackReleaseMixin, DPOptimizer):
     def _low_precision_gradient(self, summed_grad: torch.Tensor) -> torch.Tensor:
         """Return the noised float32 sum that is then cast to the parameter's precision."""
         return summed_grad + self._noise_like(summed_grad)
+
+
+def _check_precision(grad_sample: Any) -> None:
+    parts = grad_sample if isinstance(grad_sample, list) else [grad_sample]
+    for part in parts:
+        if accumulation_dtype(part.dtype) != part.dtype:
+            raise ValueError(f"loss_reduction must be 'sum' for {LOW_PRECISION_MEAN}")
 
 
 def _zero_unless(keep: torch.Tensor, grad_sample: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from opacus_slaclip import _opacus
 from opacus_slaclip._precision import full_precision
 from opacus_slaclip._validate import check_noise_scale
+from opacus_slaclip._warnings import warn
 from opacus_slaclip.controllers import next_clip_norm, read_controller_state
 from opacus_slaclip.indicator import SlackIndicator
 from opacus_slaclip.optimizers.threshold import ThresholdMixin
@@ -102,6 +102,7 @@ class SlackReleaseMixin(ThresholdMixin):
         self._check_ready()
         self._check_frozen()
         announced = _opacus.num_announced(self)
+        self._state.has_stepped_in_pass = True
         try:
             with full_precision(self.params[0].device.type if self.params else "cpu"):
                 self._check_in_step()
@@ -160,13 +161,14 @@ class SlackReleaseMixin(ThresholdMixin):
         state.num_releases += 1
         state.steps_in_pass += 1
         self._set_clip_norm(self._next_clip_norm(state.indicator))
+        for hook in list(state.release_hooks.values()):
+            hook(self)
 
     def _next_clip_norm(self, indicator: SlackIndicator) -> float:
         if not bool(indicator.values.isfinite().all()):
-            warnings.warn(
+            warn(
                 "The slack indicator is not finite; the threshold stays where it is. Check the "
                 "noise generator.",
-                stacklevel=2,
             )
             return self.max_grad_norm
         low, high = self._clip_bounds
@@ -207,25 +209,44 @@ class SlackReleaseMixin(ThresholdMixin):
         unfinished = self._state.slot_sums is not None
         self.drop_logical_batch()
         if unfinished:
-            warnings.warn(
+            warn(
                 "The last pass ended inside a logical batch, which was dropped: finish the loop "
                 "of BatchMemoryManager, or call optimizer.drop_logical_batch() when leaving it.",
-                stacklevel=2,
             )
         state = self._state
         num_batches = 0 if state.excused_in_pass else state.batches_in_pass or 0
         if state.steps_in_pass < num_batches:
-            warnings.warn(
+            warn(
                 "Some logical batches of the last pass had no step, so the accountant charged too "
                 "little. Call step() for every batch, empty ones included. (This depends on the "
                 "data: a local diagnostic, not to be published.)",
-                stacklevel=2,
             )
         state.steps_in_pass, state.batches_in_pass, state.excused_in_pass = 0, None, False
+        state.fetched_ahead, state.has_stepped_in_pass = 0, False
 
-    def end_pass(self, num_batches: int) -> None:
-        """Expect a step for each logical batch of the pass; the sampler calls this."""
-        self._state.batches_in_pass = num_batches
+    def end_pass(self, num_steps: int | None) -> None:
+        """Expect so many steps in the pass (None: not known); the sampler calls this."""
+        self._state.batches_in_pass, self._state.fetched_ahead = num_steps, None
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Take note of a physical batch that is on its way; its sampler calls this.
+
+        Raises:
+            RuntimeError: If an earlier one of this pass went by without a step. Its note would be
+                taken for that of the next, and two logical batches would be released as one.
+        """
+        state, ahead = self._state, _opacus.num_announced(self)
+        if state.fetched_ahead is not None and not state.has_stepped_in_pass:
+            state.fetched_ahead = ahead  # by workers, or by a trainer that looks for the end
+        elif state.fetched_ahead is not None and ahead > state.fetched_ahead:
+            self.drop_logical_batch()
+            raise RuntimeError(
+                "A physical batch went by without step(), so the batches of BatchMemoryManager and "
+                "the steps no longer match; the logical batch was dropped. Call step() for every "
+                "physical batch, empty ones included. (A loader that fetches ahead in a thread of "
+                "its own looks the same: use num_workers instead.)"
+            )
+        super().signal_skip_step(do_skip)  # type: ignore[no-untyped-call]
 
     def _has_fresh_gradient(self) -> bool:
         """Whether a backward pass has left something that no step has taken yet."""
@@ -242,9 +263,8 @@ class SlackReleaseMixin(ThresholdMixin):
     def _warn_nonfinite_once(self) -> None:
         if not self._state.warned_nonfinite:
             self._state.warned_nonfinite = True
-            warnings.warn(
+            warn(
                 "A per-sample gradient was not finite; such samples contribute zero to the "
                 "gradient and to the slack. This warning, given once, depends on the data: it is "
                 "a local diagnostic, outside the privacy guarantee, and not to be published.",
-                stacklevel=2,
             )

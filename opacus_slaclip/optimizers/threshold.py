@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-import warnings
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizer
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from opacus_slaclip import _opacus
 from opacus_slaclip._options import DEFAULT_CLIP_BOUNDS
@@ -21,6 +23,7 @@ from opacus_slaclip._validate import (
     check_noise_scale,
     check_num_slots,
 )
+from opacus_slaclip._warnings import warn
 from opacus_slaclip.controllers import (
     Controller,
     SlaClipController,
@@ -66,14 +69,20 @@ class ReleaseState:
     steps_in_pass: int = 0
     excused_in_pass: bool = False  # a step of the pass failed with an error of its own
     batches_in_pass: int | None = None  # known once the sampler has handed out the last one
+    release_hooks: OrderedDict[int, Callable[[Any], None]] = field(
+        default_factory=OrderedDict, repr=False
+    )
+    # Physical batches on their way when one more is fetched, seen before the first step of a pass.
+    fetched_ahead: int | None = None
+    has_stepped_in_pass: bool = False
 
     def drop_private(self) -> None:
         """Forget everything that has not been noised and used."""
         self.__dict__.update(_NOTHING_PRIVATE)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave what is private out of copies and pickles."""
-        return self.__dict__ | _NOTHING_PRIVATE
+        """Leave what is private out of copies and pickles, and who listens."""
+        return self.__dict__ | _NOTHING_PRIVATE | {"release_hooks": OrderedDict()}
 
 
 _NOTHING_PRIVATE = dict.fromkeys(("slot_sums", "noisy_sums", "fresh_norms", "is_finite"))
@@ -204,6 +213,19 @@ class ThresholdMixin(DPOptimizer):
         """Upper bound of the threshold."""
         return self._clip_bounds[1]
 
+    def register_release_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """Have ``hook(optimizer)`` called after each release, when the threshold has moved.
+
+        The parameters are updated after it: an error in ``hook`` costs that update. Hooks are not
+        copied or saved.
+
+        Returns:
+            A handle; its ``remove()`` ends the calls.
+        """
+        handle = RemovableHandle(self._state.release_hooks)
+        self._state.release_hooks[handle.id] = hook
+        return handle
+
     def continue_from(self, previous: ThresholdMixin) -> None:
         """Go on at the threshold of ``previous``, if both were first made with the same ``C_0``.
 
@@ -264,11 +286,10 @@ class ThresholdMixin(DPOptimizer):
         super().load_state_dict(state_dict)
         self._drop_logical_batch()
         self._drop_grad_samples()
-        self._state.batches_in_pass = self._state.indicator = None
+        self._state.batches_in_pass = self._state.fetched_ahead = self._state.indicator = None
         if saved is None:
-            warnings.warn(
+            warn(
                 f"The checkpoint has no SlaClip entry; the threshold stays at {clip_norm:g}.",
-                stacklevel=2,
             )
         else:
             clip_norm = saved.max_grad_norm
@@ -304,15 +325,13 @@ class ThresholdMixin(DPOptimizer):
 
 def _warn_of_a_noisy_indicator(num_slots: int, recommended: int, batch_size: float) -> None:
     if math.floor(batch_size) <= 1:
-        warnings.warn(
+        warn(
             "The expected batch size is 1: one sample's slack under noise of the same size says "
             "almost nothing, so the threshold will wander. Use a larger logical batch.",
-            stacklevel=4,
         )
     elif num_slots > recommended:
-        warnings.warn(
+        warn(
             f"num_slots={num_slots} is above the recommended {recommended} for this batch size and "
             "noise: each slot's noise then exceeds the resolution it buys. The guarantee holds, "
             "but the threshold will be noisier.",
-            stacklevel=4,
         )
