@@ -79,7 +79,7 @@ def check_mode(arguments: Mapping[str, Any]) -> None:
 def _check_precision(module: nn.Module) -> None:
     low = sorted(name for name, p in module.named_parameters() if p.requires_grad and _is_low(p))
     if low:
-        raise ValueError(f"loss_reduction must be 'sum' for {LOW_PRECISION_MEAN} It is of {low}.")
+        raise ValueError(f"{LOW_PRECISION_MEAN} Such are {low}.")
 
 
 def _is_low(parameter: nn.Parameter) -> bool:

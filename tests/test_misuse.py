@@ -1,4 +1,4 @@
-"""What people do wrong with private optimizers gets an answer; see the README's table."""
+"""What people do wrong with private optimizers gets an answer; see docs/troubleshooting.md."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def test_under_autocast_norms_sums_and_slack_are_float32(task, mode):
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
 def test_a_mean_of_losses_is_refused_for_parameters_in_low_precision(mode):
-    message = r"loss_reduction must be 'sum' for .* 'mean'.*rounds all others.*It is of \['0"
+    message = r"loss_reduction must be 'sum' for .* 'mean'.*rounds all others.*Such are \['0"
     with pytest.raises(ValueError, match=message):
         private("mlp", grad_sample_mode=mode, dtype=torch.bfloat16)
 

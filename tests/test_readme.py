@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import NamedTuple
 
+import opacus
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/privacy.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+DOCUMENTS += [str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")]
 SHELLS = {"bash", "console", "sh", "shell"}
 
 FENCE = re.compile(
@@ -94,3 +97,38 @@ def test_the_architecture_picture_names_every_module():
     modules = {file.name for file in (ROOT / "opacus_slaclip").rglob("*.py")} - {"__init__.py"}
 
     assert named == modules
+
+
+# What Opacus says itself.
+SAID_BY_OPACUS = (
+    "Unexpected optimizer parameters. Clipping: slaclip",
+    "Gradients haven't been cleared",
+    "Poisson sampling is not compatible with grad accumulation",
+    "Parameter tying",
+)
+
+
+def said(package: Path) -> str:
+    """Return every piece of text in the package's code, in order, run together."""
+    pieces = []
+    for path in sorted(package.rglob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        strings = [node for node in nodes if isinstance(node, ast.Constant)]
+        strings.sort(key=lambda node: (node.lineno, node.col_offset))
+        pieces += [node.value for node in strings if isinstance(node.value, str)]
+    return "".join(pieces)
+
+
+def test_every_message_in_the_troubleshooting_tables_is_one_that_is_given():
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.*?) \| .* \|$", text, re.M)
+    messages = [m for row in rows for m in re.findall(r"`([^`]{15,})`", row)]
+    ours, theirs = said(ROOT / "opacus_slaclip"), said(Path(opacus.__file__).parent)
+
+    assert len(messages) >= 20
+    for message in messages:
+        if message not in SAID_BY_OPACUS:
+            assert message in ours, message
+    for message in SAID_BY_OPACUS:
+        assert message in messages
+        assert message.removesuffix("slaclip") in theirs, message

@@ -13,10 +13,11 @@ from opacus_slaclip.optimizers.release import SlackReleaseMixin
 from opacus_slaclip.slack import clip_factors
 
 LOW_PRECISION_MEAN = (
-    "gradients in bfloat16 or float16, got 'mean': it divides every loss by the size of the batch "
-    "before its gradient is rounded, so one sample more rounds all others anew, which the noise "
-    "does not cover. Use reduction='sum' in the criterion and in make_private (a step is then on "
-    "the sum: divide the learning rate by the expected batch size)."
+    "loss_reduction must be 'sum' for gradients in bfloat16 or float16, got 'mean': it divides "
+    "every loss by the size of the batch before its gradient is rounded, so one sample more rounds "
+    "all others anew, which the noise does not cover. Use reduction='sum' in the criterion and in "
+    "make_private (a step is then on the sum: divide the learning rate by the expected batch "
+    "size)."
 )
 
 
@@ -124,7 +125,7 @@ def _check_precision(grad_sample: Any) -> None:
     parts = grad_sample if isinstance(grad_sample, list) else [grad_sample]
     for part in parts:
         if accumulation_dtype(part.dtype) != part.dtype:
-            raise ValueError(f"loss_reduction must be 'sum' for {LOW_PRECISION_MEAN}")
+            raise ValueError(LOW_PRECISION_MEAN)
 
 
 def _zero_unless(keep: torch.Tensor, grad_sample: torch.Tensor) -> torch.Tensor:
