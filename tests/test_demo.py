@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -222,6 +224,37 @@ def test_a_stopped_process_keeps_what_was_finished(tmp_path, sent, code):
     assert ("Interrupted." in error) == (sent == signal.SIGINT)
     assert "Traceback" not in error
     assert (tmp_path / command.RESULTS_NAME).read_bytes() == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_twenty_kills_lose_nothing_and_count_nothing_twice(tmp_path):
+    """SIGKILL at random moments of runs of some hundred milliseconds, then one run to the end."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    wanted = ["--clip-norms", "0.1", "1", "3", "10"]
+    start = time.monotonic()
+    assert demo(straight, *wanted) == 0
+    whole_run = time.monotonic() - start
+    random, finished = np.random.default_rng(0), []
+    for _ in range(20):
+        process = multiprocessing.get_context("fork").Process(target=demo, args=(killed, *wanted))
+        process.start()
+        time.sleep(random.uniform(0, whole_run / 4))
+        process.kill()
+        process.join()
+        kept = ResultFile(killed / command.RESULTS_NAME)
+        kept.prepare()
+        assert kept.read()[: len(finished)] == finished  # nothing lost
+        finished = kept.read()
+
+    assert demo(killed, *wanted) == 0
+
+    assert len(read_results(killed)) == 8, "a run was done twice, or was lost"
+    ours, theirs = (
+        {json.dumps(r["settings"]): (r["epsilon"], r["clip_norms"]) for r in read_results(folder)}
+        for folder in (killed, straight)
+    )
+    assert ours == theirs
 
 
 # ---- errors at the command line -------------------------------------------------------------
