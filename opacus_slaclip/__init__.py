@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+from opacus_slaclip.auto import AutoController
 from opacus_slaclip.controllers import (
     Controller,
     FixedController,
@@ -13,11 +14,13 @@ from opacus_slaclip.controllers import (
 from opacus_slaclip.indicator import SlackIndicator
 from opacus_slaclip.optimizers import SlaClipDPOptimizer
 from opacus_slaclip.privacy_engine import PrivacyEngine
+from opacus_slaclip.recorder import ThresholdRecorder
 from opacus_slaclip.slack import recommended_num_slots
 
 __version__ = version("opacus-slaclip")
 
 __all__ = [
+    "AutoController",
     "Controller",
     "FixedController",
     "PrivacyEngine",
@@ -25,5 +28,6 @@ __all__ = [
     "SlaClipDPOptimizer",
     "SlaClipQController",
     "SlackIndicator",
+    "ThresholdRecorder",
     "recommended_num_slots",
 ]

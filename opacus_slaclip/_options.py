@@ -9,8 +9,10 @@ from typing import Any
 from opacus_slaclip._validate import (
     check_clip_bounds,
     check_clip_norm,
+    check_flag,
     check_num_slots,
 )
+from opacus_slaclip.auto import AUTO_CLIP_BOUNDS, AUTO_START, AutoController
 from opacus_slaclip.controllers import (
     Controller,
     SlaClipController,
@@ -24,7 +26,8 @@ CONTROLLERS: dict[str, type[SlaClipController] | type[SlaClipQController]] = {
 }
 
 # The first two are ours alone; the others are Opacus's own names for its adaptive clipping.
-ONLY_OURS = ("num_slots", "controller")
+ONLY_OURS = ("num_slots", "controller", "rescale_to_unit_norm")
+_AUTO = "auto"
 DEFAULT_CLIP_BOUNDS = (0.1, 50.0)
 # Name: default.
 OPTIONS: dict[str, Any] = {
@@ -34,6 +37,7 @@ OPTIONS: dict[str, Any] = {
     "target_unclipped_quantile": SlaClipQController.target_unclipped_quantile,
     "min_clipbound": DEFAULT_CLIP_BOUNDS[0],
     "max_clipbound": DEFAULT_CLIP_BOUNDS[1],
+    "rescale_to_unit_norm": False,
 }
 
 _CONTROLLER_OPTIONS = ("clipbound_learning_rate", "target_unclipped_quantile")
@@ -91,25 +95,36 @@ def resolve_options(
     Args:
         clipping: "slaclip" or "slaclip-q".
         options: Those of ``OPTIONS`` that were given.
-        max_grad_norm: Initial threshold, checked against the bounds.
+        max_grad_norm: Initial threshold, checked against the bounds, or "auto".
 
     Returns:
-        ``num_slots``, ``controller``, ``min_clipbound`` and ``max_clipbound``.
+        ``max_grad_norm`` as a number, ``num_slots``, ``controller``, ``min_clipbound``,
+        ``max_clipbound`` and ``rescale_to_unit_norm``.
 
     Raises:
         TypeError, ValueError: If a value is not valid or an option does not apply.
     """
     num_slots = options.get("num_slots")
+    controller = _resolve_controller(clipping, options)
+    is_auto = isinstance(max_grad_norm, str) and max_grad_norm == _AUTO
+    bounds = AUTO_CLIP_BOUNDS if is_auto else DEFAULT_CLIP_BOUNDS
     low, high = check_clip_bounds(
-        options.get("min_clipbound", DEFAULT_CLIP_BOUNDS[0]),
-        options.get("max_clipbound", DEFAULT_CLIP_BOUNDS[1]),
+        options.get("min_clipbound", bounds[0]), options.get("max_clipbound", bounds[1])
     )
-    check_clip_norm(max_grad_norm, low, high)
+    if is_auto:
+        max_grad_norm = min(max(AUTO_START, low), high)
+        if not isinstance(controller, AutoController):
+            quantile = getattr(controller, "target_unclipped_quantile", 0.5)
+            controller = AutoController(controller, search_quantile=quantile)
     return {
+        "max_grad_norm": check_clip_norm(max_grad_norm, low, high),
         "num_slots": None if num_slots is None else check_num_slots(num_slots),
-        "controller": _resolve_controller(clipping, options),
+        "controller": controller,
         "min_clipbound": low,
         "max_clipbound": high,
+        "rescale_to_unit_norm": check_flag(
+            "rescale_to_unit_norm", options.get("rescale_to_unit_norm", False)
+        ),
     }
 
 

@@ -70,6 +70,13 @@ def is_float32_positive(number: float) -> bool:
     return _FLOAT32_TINY <= number <= float(np.finfo(np.float32).max)
 
 
+def check_flag(name: str, value: object) -> bool:
+    """Return ``value`` if it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}).")
+    return value
+
+
 def check_num_slots(value: object) -> int:
     """Return ``value`` as a number of slots, an int in ``[1, MAX_NUM_SLOTS]``."""
     remedy = "Pass a positive int, or None for the recommended number."
@@ -142,7 +149,7 @@ def check_clip_norm(value: object, min_clipbound: float, max_clipbound: float) -
     number = check_positive(
         "max_grad_norm",
         value,
-        "Pass the initial threshold C_0, such as 1.0; no value switches clipping off.",
+        'Pass the initial threshold C_0, such as 1.0, or "auto"; no value switches clipping off.',
     )
     if not min_clipbound <= number <= max_clipbound:
         raise ValueError(

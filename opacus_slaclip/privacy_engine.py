@@ -69,7 +69,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         """Make module, optimizer and loader private; see :meth:`opacus.PrivacyEngine.make_private`.
 
         With ``clipping="slaclip"`` (the paper's controller) or ``"slaclip-q"`` (a fixed target
-        quantile), ``max_grad_norm`` is the initial threshold ``C_0`` and these options apply.
+        quantile), ``max_grad_norm`` is the initial threshold ``C_0``, or "auto" to have the level
+        of the gradient norms found (:class:`~opacus_slaclip.AutoController`; the bounds are then
+        1e-6 and 1e6 by default), and these options apply.
         Called again on the objects it returned, training goes on at the adapted threshold if
         ``max_grad_norm`` is the value they were first made with.
 
@@ -82,6 +84,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 ("slaclip-q" only).
             min_clipbound: Lower bound of the threshold, in gradient-norm units; default 0.1.
             max_clipbound: Upper bound of the threshold, in gradient-norm units; default 50.
+            rescale_to_unit_norm: Divide what is released by the ``C_t`` it was clipped at, so that
+                the learning rate means the same at every threshold; default False. For SGD it is
+                then what ``learning rate * C`` was, and weight decay what ``weight decay / C`` was.
             controller: Any callable ``(clip_norm, indicator) -> next clip_norm``, in the place of
                 rate and quantile.
             **kwargs: Opacus's own arguments.
@@ -107,7 +112,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         noise_multiplier = check_noise_multiplier(kwargs.get("noise_multiplier"))
         for bound in ("min_clipbound", "max_clipbound"):
             check_noise_scale(noise_multiplier, resolved[bound])
-        arguments = {name: kwargs[name] for name in kwargs if name not in OPTIONS}
+        arguments = {name: kwargs[name] for name in kwargs if name not in (*OPTIONS, *resolved)}
         self._slaclip_module = kwargs["module"]
         try:
             private: Any = super().make_private(clipping=clipping, **arguments, **resolved)

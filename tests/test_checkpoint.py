@@ -184,6 +184,7 @@ def test_every_group_of_a_checkpoint_holds_plain_numbers_of_ours(
         "slaclip_initial_max_grad_norm": 1.7,
         "slaclip_num_slots": 5,
         "slaclip_num_releases": 5,
+        "slaclip_rescale_to_unit_norm": 0,
     }
     if controller is Integrating:
         expected["slaclip_controller_integral"] = run.optimizer.controller.integral
@@ -269,7 +270,7 @@ def test_a_group_added_later_has_the_entries_as_well():
 
     first, second = saved["param_groups"]
     assert ours(first) == ours(second)
-    assert len(ours(second)) == 4
+    assert len(ours(second)) == 5
     assert target.optimizer.max_grad_norm == source.optimizer.max_grad_norm
 
 
@@ -359,6 +360,7 @@ REFUSALS = {
     "above": (set_all(max_grad_norm=51.0), r"must be within .* = \[0.1, 50\], got 51"),
     "below": (set_all(max_grad_norm=0.01), r"must be within .* = \[0.1, 50\], got 0.01"),
     "nan": (set_all(max_grad_norm=math.nan), r"The checkpoint|must be finite"),
+    "rescaling": (set_all(rescale_to_unit_norm=1), "rescale_to_unit_norm must be .* True, got F"),
     "groups": (edited(nudge_one_group), "param groups must agree on the SlaClip entries"),
     "threshold": (drop("max_grad_norm"), "'slaclip_max_grad_norm' is missing"),
     "initial": (drop("initial_max_grad_norm"), "'slaclip_initial_max_grad_norm' is missing"),

@@ -116,6 +116,76 @@ def test_expanded_weights_without_a_wrapper_are_missing_in_opacus_and_here(engin
         )
 
 
+# --- rescaled to a unit norm: the same steps at another learning rate ---
+
+
+@every_case
+def test_rescaled_steps_are_the_plain_ones_at_the_learning_rate_times_the_threshold(case):
+    """And at the weight decay over the threshold. Two divisions more, each by eps / 2."""
+    lr, decay, num_steps = 0.1, 0.01, len(SIZES)
+    clip_norm = 0.7 * case.clip_norm
+
+    def descending(lr: float, decay: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+        def build(model: nn.Module) -> torch.optim.Optimizer:
+            optimizer = case.torch_optimizer(model)
+            for group in optimizer.param_groups:
+                group |= {"lr": lr, "weight_decay": decay, "momentum": 0.9}
+            return optimizer
+
+        return build
+
+    plain = fixed(case, torch_optimizer=descending(lr, decay), max_grad_norm=clip_norm)
+    rescaled = fixed(
+        case,
+        torch_optimizer=descending(lr * clip_norm, decay / clip_norm),
+        max_grad_norm=clip_norm,
+        rescale_to_unit_norm=True,
+    )
+    for run in (plain, rescaled):
+        for seed, batch in enumerate(case.batches(*SIZES)):
+            run.step(batch, seed=seed)
+
+    assert rescaled.history == plain.history
+    # A step is rounded a dozen times; rounding errors of parameters feed back into later steps.
+    factor = 100 * num_steps
+    scale = max(p.abs().max() for p in plain.parameters)
+    for a, b in zip(rescaled.parameters, plain.parameters, strict=True):
+        assert (a - b).abs().max() <= factor * torch.finfo(case.dtype).eps * scale
+
+
+@every_case
+def test_a_rescaled_release_is_the_released_sum_over_the_threshold_it_was_clipped_at(case):
+    run = make(case, rescale_to_unit_norm=True, noise_multiplier=0.0, num_slots=5)
+    for batch in case.batches(*SIZES):
+        clip_norm = run.optimizer.max_grad_norm
+        run.step(batch)
+        assert run.optimizer.max_grad_norm != clip_norm
+        for p in run.optimizer.params:
+            expected = p.summed_grad.double() / (BATCH_SIZE * clip_norm)
+            error = (p.grad.double() - expected.view_as(p)).abs().max()
+            assert error <= 2 * torch.finfo(case.dtype).eps * expected.abs().max()
+
+
+@every_case
+def test_a_rescaled_run_resumes_and_takes_virtual_batches_as_a_plain_one_does(case):
+    def build() -> Training:
+        return make(case, rescale_to_unit_norm=True, max_grad_norm="auto", num_slots=5)
+
+    assert_resuming_is_the_straight_run(build, by_state_dict, 3)
+    whole, pieces = (
+        make(case, rescale_to_unit_norm=True, num_slots=6, noise_multiplier=0.0) for _ in range(2)
+    )
+    (x, y), *_ = case.batches(8)
+    whole.step((x, y))
+    for part, do_skip in ((slice(0, 3), True), (slice(3, 8), False)):
+        pieces.optimizer.signal_skip_step(do_skip)
+        pieces.step((x[part], y[part]))
+    scale = max(p.abs().max() for p in whole.parameters)
+    for a, b in zip(whole.parameters, pieces.parameters, strict=True):
+        assert (a - b).abs().max() <= 64 * torch.finfo(case.dtype).eps * scale
+    assert whole.history == pieces.history
+
+
 # --- a fixed threshold: the steps and the accounting of flat clipping ---
 
 

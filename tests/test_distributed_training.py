@@ -68,6 +68,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sum": {"loss_reduction": "sum", "torch_optimizer": "adam"},
     "q, sum": {"loss_reduction": "sum", "clipping": "slaclip-q", "num_slots": 6},
     "noise": {"noise_multiplier": 0.3, "num_slots": 6},
+    "rescaled": {"rescale_to_unit_norm": True, "num_slots": 6},
     "float32": {"dtype": torch.float32, "num_slots": 6},
     "not wrapped": {"wrap_model": False, "num_slots": 6},
     "frozen": {"task": "frozen", "num_slots": 6},

@@ -223,6 +223,7 @@ def test_the_signature_shows_what_opacus_takes_and_what_we_add(method: str) -> N
         "target_unclipped_quantile": 0.5,
         "min_clipbound": 0.1,
         "max_clipbound": 50.0,
+        "rescale_to_unit_norm": False,
     }
 
 

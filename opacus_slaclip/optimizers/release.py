@@ -59,6 +59,14 @@ class SlackReleaseMixin(ThresholdMixin):
     def _add_gradient_noise(self) -> None:
         super().add_noise()  # type: ignore[no-untyped-call]
 
+    def scale_grad(self) -> None:
+        """Apply the loss reduction; then, on request, divide by the threshold: post-processing."""
+        super().scale_grad()  # type: ignore[no-untyped-call]
+        if self._rescale_to_unit_norm:
+            params: list[Any] = self.params
+            for p in params:
+                p.grad /= self.max_grad_norm
+
     def _noised_slack(self, slot_sums: torch.Tensor) -> torch.Tensor:
         """Return what is released of the slack, in slots; its draw follows the gradient's."""
         noise = self._noise_like(slot_sums)

@@ -19,6 +19,7 @@ from opacus_slaclip._validate import (
     check_clip_bounds,
     check_clip_norm,
     check_expected_batch_size,
+    check_flag,
     check_noise_multiplier,
     check_noise_scale,
     check_num_slots,
@@ -104,6 +105,7 @@ class ThresholdMixin(DPOptimizer):
         controller: Moves the threshold; None for :class:`SlaClipController`.
         min_clipbound: Lower bound of the threshold.
         max_clipbound: Upper bound of the threshold.
+        rescale_to_unit_norm: Divide what is released by the threshold it was clipped at.
 
     Raises:
         TypeError, ValueError: If an argument is not valid; nothing has changed then.
@@ -125,6 +127,7 @@ class ThresholdMixin(DPOptimizer):
         controller: Controller | None = None,
         min_clipbound: float = DEFAULT_CLIP_BOUNDS[0],
         max_clipbound: float = DEFAULT_CLIP_BOUNDS[1],
+        rescale_to_unit_norm: bool = False,
     ) -> None:
         self.expected_batch_size = expected_batch_size
         batch_size = self._global_batch_size()
@@ -138,6 +141,7 @@ class ThresholdMixin(DPOptimizer):
         self._controller = (
             SlaClipController() if controller is None else check_controller(controller)
         )
+        self._rescale_to_unit_norm = check_flag("rescale_to_unit_norm", rescale_to_unit_norm)
         self._state = ReleaseState(clip_norm=clip_norm, initial_clip_norm=clip_norm)
         _warn_of_a_noisy_indicator(self._num_slots, recommended, batch_size)
         super().__init__(
@@ -226,6 +230,11 @@ class ThresholdMixin(DPOptimizer):
         self._state.release_hooks[handle.id] = hook
         return handle
 
+    @property
+    def rescale_to_unit_norm(self) -> bool:
+        """Whether what is released is divided by the threshold it was clipped at."""
+        return self._rescale_to_unit_norm
+
     def continue_from(self, previous: ThresholdMixin) -> None:
         """Go on at the threshold of ``previous``, if both were first made with the same ``C_0``.
 
@@ -252,6 +261,7 @@ class ThresholdMixin(DPOptimizer):
             initial_max_grad_norm=self._state.initial_clip_norm,
             num_slots=self._num_slots,
             num_releases=self._state.num_releases,
+            rescale_to_unit_norm=int(self._rescale_to_unit_norm),
             controller_state=read_controller_state(self._controller),
         )
 
@@ -279,6 +289,12 @@ class ThresholdMixin(DPOptimizer):
                 raise ValueError(
                     f"num_slots must be that of the checkpoint, {saved.num_slots}, got "
                     f"{self._num_slots}. Pass num_slots={saved.num_slots} to make_private."
+                )
+            if saved.rescale_to_unit_norm != self._rescale_to_unit_norm:
+                raise ValueError(
+                    f"rescale_to_unit_norm must be that of the checkpoint, "
+                    f"{saved.rescale_to_unit_norm}, got {self._rescale_to_unit_norm}: the learning "
+                    "rate would mean something else. Pass it to make_private."
                 )
             check_clip_norm(saved.max_grad_norm, *self._clip_bounds)
             check_controller_state(self._controller, saved.controller_state)
