@@ -59,6 +59,66 @@ class CharLSTM(nn.Module):
         return self.head(outputs[:, -1])
 
 
+class NameLSTM(nn.Module):
+    """The paper's names model: character embedding, DPLSTM, its output at the last character.
+
+    Token 0 is padding, on the right. An LSTM runs forward, so padding has no part in the output.
+    """
+
+    def __init__(self, vocabulary: int = 59, width: int = 128, num_classes: int = 18) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.lstm = DPLSTM(width, width, batch_first=True)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits, shape (B, num_classes), of tokens, shape (B, T)."""
+        outputs, _ = self.lstm(self.embedding(tokens))
+        last = ((tokens != 0).sum(dim=1) - 1).clamp(min=0)
+        return self.head(
+            outputs.gather(1, last.view(-1, 1, 1).expand(-1, 1, outputs.shape[-1]))[:, 0]
+        )
+
+
+class MeanWords(nn.Module):
+    """The paper's IMDB model: word embedding(16), mean over the words, fc(16), fc(2).
+
+    Token 0 is padding and takes no part in the mean.
+    """
+
+    def __init__(self, vocabulary: int = 10_002, width: int = 16, num_classes: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.hidden = nn.Linear(width, width)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits, shape (B, num_classes), of tokens, shape (B, T)."""
+        mask = (tokens != 0).unsqueeze(-1)
+        mean = (self.embedding(tokens) * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        return self.head(nn.functional.relu(self.hidden(mean)))
+
+
+def cifar_cnn() -> nn.Module:
+    """The paper's CIFAR-10 model, 131,466 parameters: four convolutions; 3 x 32 x 32 images."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(64, 128, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
 class Block(nn.Module):
     """Pre-norm self-attention with one head, then a feed-forward layer."""
 

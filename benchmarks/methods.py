@@ -1,0 +1,139 @@
+"""The clipping methods that are compared, each made private through the engine of this project."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from opacus_slaclip import PrivacyEngine
+
+# Models whose step takes half as long in ghost mode as with hooks, on one core at the task's batch
+# size. For digits_cnn, small_cnn, name_lstm and cifar_cnn ghost mode takes as long or longer.
+GHOST_MODELS: tuple[str, ...] = ("lenet_cnn", "mean_words")
+
+_MIN_CLIPBOUND, _MAX_CLIPBOUND = 0.1, 50.0
+_BASELINES = ("auto-s", "dc-sgd-e")
+
+
+@dataclass(frozen=True)
+class Method:
+    """How to make a model private.
+
+    Attributes:
+        options: Keyword arguments of the engine's ``make_private``, from ``C_0`` and the batch
+            size; they may replace ``max_grad_norm``. None for a baseline written in this folder.
+        ghost: Whether it can run in ghost mode.
+    """
+
+    options: Callable[[float, int], dict[str, Any]] | None
+    ghost: bool = False
+
+
+def _clipping(name: str) -> Callable[[float, int], dict[str, Any]]:
+    return lambda clip_norm, batch_size: {"clipping": name}
+
+
+def _bounds(clip_norm: float) -> dict[str, Any]:
+    return {
+        "clipbound_learning_rate": 0.2,
+        "min_clipbound": min(_MIN_CLIPBOUND, clip_norm),
+        "max_clipbound": max(_MAX_CLIPBOUND, clip_norm),
+    }
+
+
+def _slaclip(name: str) -> Callable[[float, int], dict[str, Any]]:
+    return lambda clip_norm, batch_size: {"clipping": name} | _bounds(clip_norm)
+
+
+def _unit(name: str) -> Callable[[float, int], dict[str, Any]]:
+    """Beyond the paper: the release is divided by the threshold it was clipped at."""
+    plain = _slaclip(name)
+    return lambda *cell: plain(*cell) | {"rescale_to_unit_norm": True}
+
+
+def _auto(name: str) -> Callable[[float, int], dict[str, Any]]:
+    """Beyond the paper: no C_0 either, whatever the cell says."""
+    auto = {"max_grad_norm": "auto", "rescale_to_unit_norm": True}
+    return lambda clip_norm, batch_size: {"clipping": name} | auto
+
+
+def _adaptive(clip_norm: float, batch_size: int) -> dict[str, Any]:
+    counting = {"unclipped_num_std": batch_size / 20, "target_unclipped_quantile": 0.5}
+    return {"clipping": "adaptive"} | counting | _bounds(clip_norm)
+
+
+PAPER: dict[str, Method] = {
+    "flat": Method(_clipping("flat"), ghost=True),
+    "adaptive": Method(_adaptive),
+    "slaclip": Method(_slaclip("slaclip"), ghost=True),
+    "slaclip-q": Method(_slaclip("slaclip-q"), ghost=True),
+} | {name: Method(None) for name in _BASELINES}
+BEYOND: dict[str, Method] = {
+    "slaclip-unit": Method(_unit("slaclip"), ghost=True),
+    "slaclip-q-unit": Method(_unit("slaclip-q"), ghost=True),
+    "slaclip-auto": Method(_auto("slaclip"), ghost=True),
+    "slaclip-q-auto": Method(_auto("slaclip-q"), ghost=True),
+}
+METHODS: dict[str, Method] = PAPER | BEYOND
+
+
+@dataclass(frozen=True)
+class Private:
+    """What is trained: Opacus's four objects."""
+
+    engine: PrivacyEngine
+    module: nn.Module
+    optimizer: Any
+    criterion: Any
+    loader: DataLoader[Any]
+
+
+def grad_sample_mode(model: str, method: str) -> str:
+    """Return the faster of hooks and ghost, hooks where the method has nothing else."""
+    return "ghost" if METHODS[method].ghost and model in GHOST_MODELS else "hooks"
+
+
+def make_private(
+    method: str,
+    *,
+    mode: str,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    batch_size: int,
+    noise_multiplier: float,
+    clip_norm: float,
+    noise_generator: torch.Generator,
+) -> Private:
+    """Make a model private with one of ``METHODS``, the RDP accountant watching.
+
+    Raises:
+        ValueError: If Opacus refuses the settings.
+    """
+    engine = PrivacyEngine(accountant="rdp")
+    criterion = nn.CrossEntropyLoss()
+    common: dict[str, Any] = {
+        "module": module,
+        "optimizer": optimizer,
+        "data_loader": loader,
+        "noise_multiplier": noise_multiplier,
+        "max_grad_norm": clip_norm,
+        "noise_generator": noise_generator,
+    }
+    options = METHODS[method].options
+    if options is None:
+        from benchmarks import baselines
+
+        return _private(engine, criterion, baselines.make_private(method, engine, **common))
+    common |= options(clip_norm, batch_size) | {"grad_sample_mode": mode, "criterion": criterion}
+    return _private(engine, criterion, engine.make_private(**common))
+
+
+def _private(engine: PrivacyEngine, criterion: Any, made: tuple[Any, ...]) -> Private:
+    module, optimizer, *ghost_criterion, loader = made
+    return Private(engine, module, optimizer, (ghost_criterion or [criterion])[0], loader)

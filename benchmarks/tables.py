@@ -1,0 +1,218 @@
+"""Tables of a group of runs as records, and as markdown and CSV.
+
+Records hold plain values (accuracies as fractions); rounding happens only in the markdown.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from benchmarks.report_pools import WITHIN, Group, Pool
+
+BEST_NOTE = (
+    "Per method the configuration with the highest mean *validation* accuracy over the pool's "
+    "seeds; the test set has no part in the choice. Test accuracy: mean ± sample standard "
+    "deviation over the n seeds that finished there. Bold: the highest mean of those with the "
+    "most seeds."
+)
+_BEST_HEAD = (
+    "method | learning rate | C_0 | schedule | validation, % | test, % | n | pool | pool's seeds"
+)
+_ROBUST_HEAD = (
+    "method | mean, % | within 2 points of its best | of the best of all | collapsed | errors | "
+    "pool | seeds"
+)
+_STUCK = {
+    "names": " Predicting the most frequent class (9,384 of 20,050 names are Russian) scores 47 %, "
+    "so a run can be stuck well above that line."
+}
+
+
+def best_of_pool(group: Group) -> list[dict[str, Any]]:
+    """Return a record a method: its best configuration by validation, and the accuracies there.
+
+    ``test_std`` is the sample standard deviation, None with one seed; everything about the choice
+    is None where no configuration has finished on the pool seeds.
+    """
+    return [_best(group, pool) for pool in group.pools.values()]
+
+
+def _best(group: Group, pool: Pool) -> dict[str, Any]:
+    best = pool.best
+    tests = pool.test_accuracies(best) if best else []
+    return {
+        "method": pool.method,
+        "learning_rate": best.learning_rate if best else None,
+        "clip_norm": best.clip_norm if best else None,
+        "schedule": best.schedule if best else None,
+        "validation_mean": pool.mean("validation", best) if best else None,
+        "test_mean": fmean(tests) if tests else None,
+        "test_std": stdev(tests) if len(tests) > 1 else None,
+        "num_seeds": len(tests),
+        "pool_size": len(pool.configs),
+        "pool_expected": len(group.configs),
+        "pool_seeds": " ".join(map(str, pool.seeds)),
+    }
+
+
+def robustness(group: Group) -> list[dict[str, Any]]:
+    """Return a record a method: how much of its pool is good, on the pool seeds.
+
+    Shares are of the whole pool, so that an error counts against a method; the mean is over the
+    configurations that finished.
+    """
+    return [_robustness(group, pool) for pool in group.pools.values()]
+
+
+def _robustness(group: Group, pool: Pool) -> dict[str, Any]:
+    means = pool.means("test").values()
+    size = len(pool.configs)
+    own = pool.num_within(max(means)) if means else 0
+    overall = pool.num_within(group.best_test) if group.best_test is not None else 0
+    return {
+        "method": pool.method,
+        "test_mean": fmean(means) if means else None,
+        "num_within_own_best": own,
+        "share_within_own_best": own / size,
+        "num_within_overall_best": overall,
+        "share_within_overall_best": overall / size,
+        "num_collapsed": len(pool.collapsed),
+        "num_errors": len(pool.errors),
+        "num_finished": len(means),
+        "pool_size": size,
+        "pool_expected": len(group.configs),
+        "pool_seeds": " ".join(map(str, pool.seeds)),
+    }
+
+
+def pool_cells(group: Group) -> list[dict[str, Any]]:
+    """Return a record a configuration and method: what the heatmaps show."""
+    return [
+        {
+            "method": pool.method,
+            "learning_rate": config.learning_rate,
+            "clip_norm": config.clip_norm,
+            "schedule": config.schedule,
+            "validation_mean": pool.mean("validation", config),
+            "test_mean": pool.mean("test", config),
+            "pool_seeds": " ".join(map(str, pool.seeds)),
+            "num_seeds_finished": len(pool.test_accuracies(config)),
+            "best_by_validation": config == pool.best,
+            "collapsed": config in pool.collapsed,
+            "error": config in pool.errors,
+        }
+        for pool in group.pools.values()
+        for config in pool.configs
+    ]
+
+
+def best_markdown(group: Group) -> str:
+    """Return the table of the best of each pool."""
+    records = best_of_pool(group)
+    most = max(1, *(record["num_seeds"] for record in records))
+    top = max((r["test_mean"] for r in records if r["num_seeds"] == most), default=None)
+    rows = []
+    for record in records:
+        test = _percent(record["test_mean"])
+        if record["test_std"] is not None:
+            test += f" ± {_percent(record['test_std'])}"
+        bold = "**" if (record["test_mean"], record["num_seeds"]) == (top, most) else ""
+        rows.append(
+            [
+                record["method"],
+                _number(record["learning_rate"]),
+                _number(record["clip_norm"]),
+                record["schedule"] or "–",
+                _percent(record["validation_mean"]),
+                f"{bold}{test}{bold}",
+                str(record["num_seeds"]),
+                _pool_size(record),
+                _seeds(record),
+            ]
+        )
+    return _markdown(_BEST_HEAD, rows)
+
+
+def robustness_markdown(group: Group) -> str:
+    """Return the table of robustness over the pools."""
+    rows = [
+        [
+            record["method"],
+            _percent(record["test_mean"]),
+            _share(record["num_within_own_best"], record["pool_size"]),
+            _share(record["num_within_overall_best"], record["pool_size"]),
+            str(record["num_collapsed"]),
+            str(record["num_errors"]),
+            _pool_size(record),
+            _seeds(record),
+        ]
+        for record in robustness(group)
+    ]
+    return _markdown(_ROBUST_HEAD, rows)
+
+
+def robustness_note(group: Group) -> str:
+    """Return the rules of the robustness table, with the group's numbers in them."""
+    pool = next(iter(group.pools.values()))
+    if pool.classes:
+        rule = (
+            f"its test accuracy is below {_percent(pool.floor, 1)} % (twice the chance level of "
+            f"{pool.classes} classes; with fewer than ten, chance plus ten points) or it diverged"
+        )
+    else:
+        rule = "it diverged (the task's number of classes is not known here, so no chance level)"
+    stuck = _STUCK.get(str(group.settings["task"]), "")
+    return (
+        "Test accuracy over each method's pool of (learning rate, C_0, schedule), averaged over "
+        "the pool's seeds first. Within: mean test accuracy at most "
+        f"{100 * WITHIN:g} points below the highest of the same pool, and of all pools. A "
+        f"configuration has collapsed if on any of these seeds {rule}. Errors are configurations "
+        "that raised: they have no accuracy, so they are not in the mean and not among the "
+        f"collapsed, but they are part of the pool that the shares refer to.{stuck}"
+    )
+
+
+def to_csv(groups: Iterable[Group], records: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Return all groups' records as one CSV, the shared settings in front."""
+    rows = [
+        {**group.settings, **record}
+        for group, found in zip(groups, records, strict=True)
+        for record in found
+    ]
+    out = io.StringIO()
+    fields = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(out, fields, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _markdown(head: str, rows: Iterable[Sequence[str]]) -> str:
+    names = head.split(" | ")
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _percent(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{100 * value:.{digits}f}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:g}"
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count} of {total} ({100 * count / total:.0f} %)"
+
+
+def _pool_size(record: dict[str, Any]) -> str:
+    size, expected = record["pool_size"], record["pool_expected"]
+    return str(size) if size == expected else f"{size} of {expected}"
+
+
+def _seeds(record: dict[str, Any]) -> str:
+    return record["pool_seeds"].replace(" ", ", ")
