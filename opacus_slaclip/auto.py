@@ -8,8 +8,8 @@ from opacus_slaclip._validate import check_in_range
 from opacus_slaclip.controllers import (
     Controller,
     SlaClipController,
-    StatefulController,
     check_controller,
+    is_stateful,
     read_controller_state,
 )
 from opacus_slaclip.indicator import SlackIndicator
@@ -118,7 +118,7 @@ class AutoController:
         """Take the state back."""
         self._reference = state["reference"] or None
         self._doubts = int(state["doubts"])
-        if isinstance(self.controller, StatefulController):
+        if is_stateful(self.controller):
             prefix = "then_"
             self.controller.load_state_dict(
                 {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}

@@ -12,7 +12,7 @@ import math
 import sys
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -50,6 +50,11 @@ class StatefulController(Protocol):
     def load_state_dict(self, state: dict[str, float], /) -> None:
         """Take the state back."""
         ...
+
+
+def is_stateful(controller: Controller) -> TypeGuard[StatefulController]:
+    """Whether the controller keeps state. (``isinstance`` with a protocol costs 10 us a step.)"""
+    return hasattr(controller, "state_dict") and hasattr(controller, "load_state_dict")
 
 
 def _check_rate(value: object) -> float:
@@ -218,7 +223,7 @@ def read_controller_state(controller: Controller) -> dict[str, float]:
     Raises:
         TypeError: If an entry is not a plain finite number.
     """
-    if not isinstance(controller, StatefulController):
+    if not is_stateful(controller):
         return {}
     state = controller.state_dict()
     for name, value in state.items():

@@ -28,8 +28,8 @@ from opacus_slaclip._warnings import warn
 from opacus_slaclip.controllers import (
     Controller,
     SlaClipController,
-    StatefulController,
     check_controller,
+    is_stateful,
     read_controller_state,
 )
 from opacus_slaclip.indicator import SlackIndicator
@@ -311,7 +311,7 @@ class ThresholdMixin(DPOptimizer):
             clip_norm = saved.max_grad_norm
             self._state.initial_clip_norm = saved.initial_max_grad_norm
             self._state.num_releases = saved.num_releases
-            if isinstance(self._controller, StatefulController):
+            if is_stateful(self._controller):
                 self._controller.load_state_dict(saved.controller_state)
         self._set_clip_norm(clip_norm)
 
