@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -211,6 +212,29 @@ def test_a_kill_loses_only_what_was_in_flight(tmp_path: Path) -> None:
     rows = run_main(output, *options)
     assert rows[: len(done)] == done
     assert Counter(row["cell"]["seed"] for row in rows) == Counter(range(12))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_twenty_kills_lose_nothing_and_count_nothing_twice(tmp_path: Path) -> None:
+    """SIGKILL at random moments, then one run to the end: the rows of a run that was let be."""
+    options = ["--methods", "flat", "slaclip", "--seeds", *map(str, range(6))]
+    start = time.monotonic()
+    straight = run_main(tmp_path / "straight.jsonl", *options)
+    whole_run = time.monotonic() - start
+    killed, finished = tmp_path / "killed.jsonl", list[Row]()
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        arguments = ([*SMALL, *options, "--output", str(killed)],)
+        process = multiprocessing.get_context("fork").Process(target=compare.main, args=arguments)
+        process.start()
+        time.sleep(random.uniform(0, whole_run / 4))
+        process.kill()
+        process.join()
+        assert RowFile(killed).read()[: len(finished)] == finished
+        finished = RowFile(killed).read()
+    rows = run_main(killed, *options)
+    assert [without_time(row) for row in rows] == [without_time(row) for row in straight]
 
 
 def fake_row(cell: Cell, **results: Any) -> Row:
