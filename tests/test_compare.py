@@ -218,7 +218,7 @@ def test_a_kill_loses_only_what_was_in_flight(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_twenty_kills_lose_nothing_and_count_nothing_twice(tmp_path: Path) -> None:
     """SIGKILL at random moments, then one run to the end: the rows of a run that was let be."""
-    options = ["--methods", "flat", "slaclip", "--seeds", *map(str, range(6))]
+    options = ["--methods", "flat", "slaclip", "--seeds", "0", "1"]
     start = time.monotonic()
     straight = run_main(tmp_path / "straight.jsonl", *options)
     whole_run = time.monotonic() - start
