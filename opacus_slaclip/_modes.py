@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
+import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import distributed as dist
@@ -77,13 +78,15 @@ def check_mode(arguments: Mapping[str, Any]) -> None:
 
 
 def _check_precision(module: nn.Module) -> None:
-    low = sorted(name for name, p in module.named_parameters() if p.requires_grad and _is_low(p))
+    # Frozen ones as well: gradients of the layers before them are rounded on the way through.
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    low = sorted(name for name, tensor in tensors if tensor.is_floating_point() and _is_low(tensor))
     if low:
         raise ValueError(f"{LOW_PRECISION_MEAN} Such are {low}.")
 
 
-def _is_low(parameter: nn.Parameter) -> bool:
-    return accumulation_dtype(parameter.dtype) != parameter.dtype
+def _is_low(tensor: torch.Tensor) -> bool:
+    return accumulation_dtype(tensor.dtype) != tensor.dtype
 
 
 def _check_layers(module: nn.Module) -> None:

@@ -33,7 +33,7 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
 
     Differs from Opacus's parent: the threshold is the optimizer's own, not a copy; the set of
     trainable parameters may not change unnoticed; ghost norms of sequences are upper bounds; a
-    layer that ran in bfloat16 is refused, since the second backward pass then sums in 8 bits.
+    gradient that passes through bfloat16 is refused, since the second backward pass rounds it anew.
     """
 
     NORM_SAMPLERS: Any = ChainMap(  # noqa: RUF012 # declared so by the parent
@@ -118,15 +118,22 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
             )
 
     def check_uses(self, loss: torch.Tensor) -> None:
-        """Check that parameters are used only by their own layers.
+        """Check that parameters are used only by their own layers, and nothing in low precision.
 
         A functional call or a penalty on a parameter adds to the gradient that is summed, but not
-        to the norms.
+        to the norms. A gradient that passes through a frozen layer in bfloat16 is rounded anew in
+        the second backward pass.
 
         Raises:
-            ValueError: If a parameter is used elsewhere.
+            ValueError: If a parameter is used elsewhere, or a gradient would be rounded.
         """
-        uses = _count_uses(loss)
+        uses, rounded = _walk(loss)
+        if rounded is not None:
+            raise ValueError(
+                f"Ghost clipping cannot pass gradients through {rounded}: the second backward pass "
+                "would round them, or their batch sum, to 8 bits after their norms were taken, which "
+                f"the noise does not cover. {_HOOKS_INSTEAD}"
+            )
         outside = [
             name
             for name, p in self._named_trainable().items()
@@ -179,27 +186,6 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
                 f"noise does not cover. {_HOOKS_INSTEAD} Or leave the autocast context."
             )
         super().capture_activations_hook(module, forward_input, forward_output)
-
-    def capture_backprops_hook(
-        self,
-        module: nn.Module,
-        _forward_input: torch.Tensor,
-        forward_output: torch.Tensor,
-        loss_reduction: str,
-        batch_first: bool,
-    ) -> None:
-        """Compute norms; refuse a layer that ran in low precision."""
-        if self.hooks_enabled:
-            dtype = forward_output[0].dtype
-            if accumulation_dtype(dtype) != dtype:
-                raise ValueError(
-                    f"Ghost clipping cannot run in {dtype}: the second backward pass of "
-                    f"{type(module).__name__} would round the clipped batch sum to 8 bits, which "
-                    f"the noise does not cover. {_HOOKS_INSTEAD}"
-                )
-        super().capture_backprops_hook(
-            module, _forward_input, forward_output, loss_reduction, batch_first
-        )
 
 
 class GhostClippingHooks(GhostClippingMixin, GradSampleHooksFastGradientClipping):
@@ -306,9 +292,10 @@ def prepare_ghost_module(
     return module  # type: ignore[return-value]
 
 
-def _count_uses(loss: torch.Tensor) -> Counter[Any]:
-    """Count how often each leaf enters the graph of ``loss``."""
+def _walk(loss: torch.Tensor) -> tuple[Counter[Any], torch.dtype | None]:
+    """Count how often each leaf enters the graph of ``loss``; find a low precision in it."""
     uses: Counter[Any] = Counter()
+    rounded: torch.dtype | None = None
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
         for function, _ in getattr(waiting.pop(), "next_functions", ()):
@@ -317,7 +304,10 @@ def _count_uses(loss: torch.Tensor) -> Counter[Any]:
             elif function is not None and function not in seen:
                 seen.add(function)
                 waiting.append(function)
-    return uses
+                for output in function._input_metadata:
+                    if accumulation_dtype(output.dtype) != output.dtype:
+                        rounded = output.dtype
+    return uses, rounded
 
 
 def _device_type(module: nn.Module) -> str:

@@ -70,7 +70,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
         With ``clipping="slaclip"`` (the paper's controller) or ``"slaclip-q"`` (a fixed target
         quantile), ``max_grad_norm`` is the initial threshold ``C_0``, or "auto" to have the level
-        of the gradient norms found (:class:`~opacus_slaclip.AutoController`; the bounds are then
+        of the gradient norms found (:class:`opacus_slaclip.AutoController`; the bounds are then
         1e-6 and 1e6 by default), and these options apply.
         Called again on the objects it returned, training goes on at the adapted threshold if
         ``max_grad_norm`` is the value they were first made with.
@@ -78,7 +78,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         Args:
             clipping: "slaclip", "slaclip-q" or a value of Opacus's.
             num_slots: Number of slots ``K``, a positive int; default
-                :func:`~opacus_slaclip.recommended_num_slots` (slaclip values only).
+                :func:`opacus_slaclip.recommended_num_slots` (slaclip values only).
             clipbound_learning_rate: ``eta``, how fast the threshold moves; default 0.2.
             target_unclipped_quantile: Target fraction of unclipped samples in (0, 1); default 0.5
                 ("slaclip-q" only).

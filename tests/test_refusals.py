@@ -316,7 +316,7 @@ def test_frozen_layers_may_be_shared_and_of_any_precision_in_ghost_mode():
     model[-1].spare = nn.Linear(2, 2).bfloat16().requires_grad_(False)
     model[-1].again = nn.Linear(2, 2).requires_grad_(False)
     model[-1].again.weight = model[-1].spare.weight
-    setup = Setup(model, params=lambda m: [p for p in m.parameters() if p.requires_grad])
+    setup = Setup(model, params=trainable)
 
     module, optimizer, criterion, _ = setup.make_private(grad_sample_mode="ghost")
     x, y = samples("mlp", 5)
@@ -324,6 +324,66 @@ def test_frozen_layers_may_be_shared_and_of_any_precision_in_ghost_mode():
     optimizer.step()
 
     assert optimizer.num_releases == 1
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+class Narrow(nn.Module):
+    """A layer in bfloat16 among float32 ones, as the frozen base of LoRA adapters may be."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width).bfloat16().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.bfloat16()).float()
+
+
+def around_a_narrow_layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), Narrow(8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+
+
+def test_gradients_through_a_frozen_layer_in_low_precision_are_refused_in_ghost_mode():
+    setup = Setup(around_a_narrow_layer(), params=trainable)
+    module, _optimizer, criterion, _ = setup.make_private(grad_sample_mode="ghost")
+    x, y = samples("mlp", 5)
+
+    with pytest.raises(ValueError, match=r"cannot pass gradients through torch.bfloat16.*'hooks'"):
+        criterion(module(x), y).backward()
+
+    assert all(p.grad is None or not p.grad.any() for p in module.parameters())
+    assert setup.engine.accountant.history == []
+
+
+def test_a_frozen_layer_in_low_precision_needs_a_sum_of_losses_in_hooks_mode():
+    """Its rounding depends on the size of the batch if each loss was divided by that."""
+    with pytest.raises(
+        ValueError, match=r"must be 'sum' for .*\['1.inner.bias', '1.inner.weight'\]"
+    ):
+        Setup(around_a_narrow_layer(), params=trainable).make_private()
+
+    size, clip_norm = 1000, 0.1
+    setup = Setup(around_a_narrow_layer(), params=trainable)
+    module, optimizer, _ = setup.make_private(
+        loss_reduction="sum", noise_multiplier=0.0, max_grad_norm=clip_norm
+    )
+    optimizer.param_groups[0]["lr"] = 0.0
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    x, y = samples("mlp", 1)
+    sums = []
+    for n in (size, size + 1):
+        optimizer.max_grad_norm = clip_norm
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(
+            module(x.expand(n, -1)), y.expand(n), reduction="sum"
+        ).backward()
+        optimizer.step()
+        sums.append(torch.cat([p.summed_grad.flatten() for p in optimizer.params]).double())
+    # What float32 sums may differ by, beside the sample itself.
+    eps = torch.finfo(torch.float32).eps
+    assert (sums[1] - sums[0]).norm() <= clip_norm * (1 + size**2 * eps)
 
 
 def renormalizing() -> nn.Module:
@@ -553,8 +613,8 @@ def test_a_model_cast_to_bfloat16_after_make_private_is_refused_in_ghost_mode(is
     loss = run.criterion(run.model(x), y)
 
     message = (
-        r"cannot run in torch.bfloat16: .*Linear would round the clipped batch sum to 8 bits, which"
-        r" the noise does not cover. Use grad_sample_mode='hooks'"
+        r"cannot pass gradients through torch.bfloat16: .* to 8 bits after their norms were taken, "
+        r"which the noise does not cover. Use grad_sample_mode='hooks'"
     )
     with pytest.raises(ValueError, match=message):
         loss.backward()

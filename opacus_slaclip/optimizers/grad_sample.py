@@ -45,7 +45,7 @@ def per_sample_norms(grad_samples: list[torch.Tensor]) -> torch.Tensor:
 class SlaClipDPOptimizer(SlackReleaseMixin, DPOptimizer):
     """:class:`opacus.optimizers.DPOptimizer` with the slack release and an adaptive threshold.
 
-    With :class:`~opacus_slaclip.FixedController` it takes the very steps of its parent, given the
+    With :class:`opacus_slaclip.FixedController` it takes the very steps of its parent, given the
     same generator state before each step's noise, where gradients and parameters are float32 or
     float64. In lower precision the parent sums clipped gradients in 8 bits; here norms, factors
     and sums are float32 and only the noised result is cast.
