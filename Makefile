@@ -7,7 +7,7 @@ DIST ?= dist
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test audit opacus-suite lint format build ci clean
+.PHONY: help demo test audit opacus-suite docs lint format build ci clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ audit: $(VENV)/.dev  ## audit the privacy of whole steps for an hour; ARGS="--sh
 
 opacus-suite: $(VENV)/.dev  ## run Opacus's own tests with its engine and with ours; ARGS=--all
 	$(VENV)/bin/python scripts/opacus_suite.py $(ARGS)
+
+docs: $(VENV)/.dev  ## build the API reference into build/docs, and fail on what pdoc warns of
+	$(VENV)/bin/python scripts/api_reference.py
 
 lint: $(VENV)/.dev  ## check style, format and types
 	$(VENV)/bin/ruff check

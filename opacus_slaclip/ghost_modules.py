@@ -131,8 +131,8 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
         if rounded is not None:
             raise ValueError(
                 f"Ghost clipping cannot pass gradients through {rounded}: the second backward pass "
-                "would round them, or their batch sum, to 8 bits after their norms were taken, which "
-                f"the noise does not cover. {_HOOKS_INSTEAD}"
+                "would round them, or their batch sum, to 8 bits after their norms were taken, "
+                f"which the noise does not cover. {_HOOKS_INSTEAD}"
             )
         outside = [
             name
