@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import distributed as dist
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from opacus_slaclip import _opacus
-from opacus_slaclip._precision import accumulation_dtype
+from opacus_slaclip._precision import accumulation_dtype, is_low
 from opacus_slaclip._warnings import warn
 from opacus_slaclip.ghost_modules import GhostClippingMixin
 from opacus_slaclip.optimizers import get_optimizer_class
@@ -78,15 +77,9 @@ def check_mode(arguments: Mapping[str, Any]) -> None:
 
 
 def _check_precision(module: nn.Module) -> None:
-    # Frozen ones as well: gradients of the layers before them are rounded on the way through.
-    tensors = chain(module.named_parameters(), module.named_buffers())
-    low = sorted(name for name, tensor in tensors if tensor.is_floating_point() and _is_low(tensor))
+    low = sorted(name for name, p in module.named_parameters() if p.requires_grad and is_low(p))
     if low:
         raise ValueError(f"{LOW_PRECISION_MEAN} Such are {low}.")
-
-
-def _is_low(tensor: torch.Tensor) -> bool:
-    return accumulation_dtype(tensor.dtype) != tensor.dtype
 
 
 def _check_layers(module: nn.Module) -> None:
@@ -177,7 +170,7 @@ def _check_ghost(module: nn.Module, optimizer: Any) -> None:
             f"in the norm; {left_out} are not. Freeze them, add them, or use "
             "grad_sample_mode='hooks'."
         )
-    low = sorted(name for name, p in trainable.items() if _is_low(p))
+    low = sorted(name for name, p in trainable.items() if is_low(p))
     if low:
         raise ValueError(
             f"module must be float32 or float64 in ghost mode: the second backward pass would "

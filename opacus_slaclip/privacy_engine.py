@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader
 
+from opacus_slaclip import _opacus
 from opacus_slaclip._modes import GHOST_MODES, check_mode
 from opacus_slaclip._options import (
     CONTROLLERS,
@@ -19,6 +20,7 @@ from opacus_slaclip._options import (
     refuse_only_ours,
     resolve_options,
 )
+from opacus_slaclip._precision import PrecisionWatch
 from opacus_slaclip._validate import (
     check_budget,
     check_expected_batch_size,
@@ -28,7 +30,11 @@ from opacus_slaclip._validate import (
 from opacus_slaclip._warnings import warn
 from opacus_slaclip.ghost_loss import GhostLoss
 from opacus_slaclip.ghost_modules import prepare_ghost_module
-from opacus_slaclip.optimizers import SlackReleaseMixin, get_optimizer_class
+from opacus_slaclip.optimizers import (
+    SlackReleaseMixin,
+    SlaClipDPOptimizer,
+    get_optimizer_class,
+)
 from opacus_slaclip.sampling import (
     FollowedBatchSampler,
     follow_passes,
@@ -118,8 +124,10 @@ class PrivacyEngine(opacus.PrivacyEngine):
             private: Any = super().make_private(clipping=clipping, **arguments, **resolved)
         finally:
             self._slaclip_module = None
-        _module, optimizer, *_criterion, data_loader = private
+        module, optimizer, *_criterion, data_loader = private
         follow_passes(data_loader, optimizer)
+        if getattr(optimizer, "divides_before_rounding", False):
+            _opacus.add_forward_hooks(module, PrecisionWatch(optimizer.note_rounding))
         return private
 
     def make_private_with_epsilon(self, *, clipping: str = "flat", **kwargs: Any) -> Any:
@@ -240,8 +248,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         )
         if isinstance(self._slaclip_module, DistributedDataParallel):
             private.backward_synchronizes = True
-        if grad_sample_mode != "no_op" and private.loss_reduction == "mean":
-            private.divides_before_rounding = True
+        if isinstance(private, SlaClipDPOptimizer) and grad_sample_mode != "no_op":
+            private.divides_before_rounding = private.loss_reduction == "mean"
         private._drop_grad_samples()
         if isinstance(optimizer, SlackReleaseMixin):
             private.continue_from(optimizer)

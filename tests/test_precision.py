@@ -282,7 +282,7 @@ def test_a_mean_of_losses_is_refused_for_parameters_in_low_precision(mode):
         private("mlp", grad_sample_mode=mode, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ew"])
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
 def test_a_mean_of_losses_is_refused_under_autocast(mode):
     run = private("mlp", grad_sample_mode=mode)
     before = (run.parameters, run.optimizer.max_grad_norm)

@@ -359,10 +359,13 @@ def test_gradients_through_a_frozen_layer_in_low_precision_are_refused_in_ghost_
 
 def test_a_frozen_layer_in_low_precision_needs_a_sum_of_losses_in_hooks_mode():
     """Its rounding depends on the size of the batch if each loss was divided by that."""
-    with pytest.raises(
-        ValueError, match=r"must be 'sum' for .*\['1.inner.bias', '1.inner.weight'\]"
-    ):
-        Setup(around_a_narrow_layer(), params=trainable).make_private()
+    refused = Setup(around_a_narrow_layer(), params=trainable)
+    module, optimizer, _ = refused.make_private()
+    x, y = samples("mlp", 5)
+    nn.functional.cross_entropy(module(x), y).backward()
+    with pytest.raises(ValueError, match=r"loss_reduction must be 'sum' for gradients in bfloat16"):
+        optimizer.step()
+    assert refused.engine.accountant.history == []
 
     size, clip_norm = 1000, 0.1
     setup = Setup(around_a_narrow_layer(), params=trainable)
@@ -382,6 +385,21 @@ def test_a_frozen_layer_in_low_precision_needs_a_sum_of_losses_in_hooks_mode():
     # What float32 sums may differ by, beside the sample itself.
     eps = torch.finfo(torch.float32).eps
     assert (sums[1] - sums[0]).norm() <= clip_norm * (1 + size**2 * eps)
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_a_frozen_layer_in_low_precision_below_all_that_is_trained_rounds_nothing(wrap_model):
+    model = nn.Sequential(Narrow(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+    setup = Setup(model, params=trainable)
+    handle, optimizer, _ = setup.make_private(wrap_model=wrap_model)
+    x, y = samples("mlp", 5)
+    nn.functional.cross_entropy((handle if wrap_model else model)(x), y).backward()
+    optimizer.step()
+    assert optimizer.num_releases == 1
+
+    copy.deepcopy(model[2]._forward_hooks)  # copies of the watching hooks watch for nobody
+    handle.cleanup()
+    assert not any(layer._forward_hooks for layer in model.modules())
 
 
 def renormalizing() -> nn.Module:

@@ -8,7 +8,7 @@ import torch
 from opacus.optimizers import DPOptimizer
 
 from opacus_slaclip import _opacus
-from opacus_slaclip._precision import accumulation_dtype
+from opacus_slaclip._precision import accumulation_dtype, is_low
 from opacus_slaclip.optimizers.release import SlackReleaseMixin
 from opacus_slaclip.slack import clip_factors
 
@@ -83,10 +83,21 @@ class SlaClipDPOptimizer(SlackReleaseMixin, DPOptimizer):
         for p in params:
             if getattr(p, "grad_sample", None) is None:
                 self._get_flat_grad_sample(p)  # says what is missing
-            if self.divides_before_rounding:
-                _check_precision(p.grad_sample)
+            self._check_precision(p.grad_sample)
             _opacus.check_not_processed(p.grad_sample)
             _opacus.check_not_processed(p.summed_grad)
+
+    def note_rounding(self) -> None:
+        """Be told that the gradients of this batch pass through a layer of low precision."""
+        self._state.is_rounded = True
+
+    def _check_precision(self, grad_sample: Any) -> None:
+        if not self.divides_before_rounding:
+            return
+        parts = grad_sample if isinstance(grad_sample, list) else [grad_sample]
+        if self._state.is_rounded or any(map(is_low, parts)):
+            self._state.is_rounded = False
+            raise ValueError(LOW_PRECISION_MEAN)
 
     def _has_fresh_gradient(self) -> bool:
         params: list[Any] = self.params
@@ -119,13 +130,6 @@ class SlaClipDPOptimizer(SlackReleaseMixin, DPOptimizer):
     def _low_precision_gradient(self, summed_grad: torch.Tensor) -> torch.Tensor:
         """Return the noised float32 sum that is then cast to the parameter's precision."""
         return summed_grad + self._noise_like(summed_grad)
-
-
-def _check_precision(grad_sample: Any) -> None:
-    parts = grad_sample if isinstance(grad_sample, list) else [grad_sample]
-    for part in parts:
-        if accumulation_dtype(part.dtype) != part.dtype:
-            raise ValueError(LOW_PRECISION_MEAN)
 
 
 def _zero_unless(keep: torch.Tensor, grad_sample: torch.Tensor) -> torch.Tensor:

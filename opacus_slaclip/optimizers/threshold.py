@@ -66,6 +66,7 @@ class ReleaseState:
     # Ghost: the parameters in the norms, and the gradients that backward() left on them.
     bound_parameters: list[int] | None = field(default=None, repr=False)
     grad_versions: list[Any] | None = field(default=None, repr=False)
+    is_rounded: bool = False  # gradients of the batch at hand passed through low precision
     warned_nonfinite: bool = False
     steps_in_pass: int = 0
     excused_in_pass: bool = False  # a step of the pass failed with an error of its own
