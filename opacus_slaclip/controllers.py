@@ -20,22 +20,31 @@ import torch
 from opacus_slaclip._validate import check_in_range
 from opacus_slaclip.indicator import SlackIndicator
 
+__all__ = [
+    "Controller",
+    "FixedController",
+    "SlaClipController",
+    "SlaClipQController",
+    "StatefulController",
+    "next_clip_norm",
+]
+
 _MAX_RATE = 10.0
 
 
 class Controller(Protocol):
-    """What moves the threshold: called once a release, with public values only."""
+    """What moves the threshold: called once a release, with public values only.
+
+    Args:
+        clip_norm: Current threshold ``C_t``, in gradient-norm units.
+        indicator: What was just released, measured at ``C_t``.
+
+    Returns:
+        ``C_{t+1}``, a finite number; the optimizer clamps it to its bounds.
+    """
 
     def __call__(self, clip_norm: float, indicator: SlackIndicator, /) -> float:
-        """Return the next threshold.
-
-        Args:
-            clip_norm: Current threshold ``C_t``, in gradient-norm units.
-            indicator: What was just released, measured at ``C_t``.
-
-        Returns:
-            ``C_{t+1}``, a finite number; the optimizer clamps it to its bounds.
-        """
+        """Return the next threshold."""
         ...
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Records = Sequence[Mapping[str, Any]]
+"""What a recorder keeps, its ``records``, as dicts."""
 
 # From Okabe and Ito's palette, distinct to color-blind readers.
 _BLUE, _ORANGE, _RED = "#0072B2", "#E69F00", "#D55E00"

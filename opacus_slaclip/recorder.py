@@ -36,15 +36,15 @@ class ThresholdRecorder:
 
     A record is a plain dict of released values only, so it may be published like the model:
 
-    ======================= ====================================================================
-    ``step``                the optimizer's ``num_releases`` after the release, from 1
-    ``clip_norm``           ``C_t``, which clipped and noised it, in gradient-norm units
-    ``next_clip_norm``      ``C_{t+1}``, in gradient-norm units
-    ``indicator``           ``s_hat``, K fractions, that of norms just under ``C_t`` first
-    ``noise_std``           standard deviation of the Gaussian noise on each slot
-    ``expected_batch_size`` public denominator ``B`` of the release, in samples
-    ``bound``               "min" or "max" where ``C_{t+1}`` was left at that bound, else None
-    ======================= ====================================================================
+    | key | value |
+    |---|---|
+    | ``step`` | the optimizer's ``num_releases`` after the release, from 1 |
+    | ``clip_norm`` | ``C_t``, which clipped and noised it, in gradient-norm units |
+    | ``next_clip_norm`` | ``C_{t+1}``, in gradient-norm units |
+    | ``indicator`` | ``s_hat``, K fractions, that of norms just under ``C_t`` first |
+    | ``noise_std`` | standard deviation of the Gaussian noise on each slot |
+    | ``expected_batch_size`` | public denominator ``B`` of the release, in samples |
+    | ``bound`` | "min" or "max" where ``C_{t+1}`` was left at that bound, else None |
 
     Skipped physical batches, refused steps and a release whose controller failed leave no record.
     Nothing is read from the device beyond what the release has read. Where several ranks train one

@@ -11,12 +11,12 @@ so the L2 sensitivity of the sum under add/remove adjacency is that of the clipp
 Slack is held in units of the slot width ``lambda``: the sums are then counts of samples, and
 neither a tiny nor a huge ``C`` under- or overflows. Edge cases of one sample:
 
-    norm            | slack, in slots
-    ----------------|--------------------------------------
-    0               | K full slots (joint norm exactly C)
-    in (0, C)       | u = K (1 - n / C): floor(u) full ones, one holds the rest
-    C and above     | 0 (joint norm at most C)
-    inf or NaN      | 0; the caller zeroes such a sample's gradient
+| norm        | slack, in slots                                           |
+|-------------|-----------------------------------------------------------|
+| 0           | K full slots (joint norm exactly C)                       |
+| in (0, C)   | u = K (1 - n / C): floor(u) full ones, one holds the rest |
+| C and above | 0 (joint norm at most C)                                  |
+| inf or NaN  | 0; the caller zeroes such a sample's gradient             |
 
 Reference: Zou et al., "SlaClip: Gradient Norm Slacks can be Indicator for Adaptive Clipping in
 DP-SGD", ICML 2026. Equation numbers below are that paper's.

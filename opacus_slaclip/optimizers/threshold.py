@@ -40,6 +40,8 @@ from opacus_slaclip.optimizers.checkpoint import (
 )
 from opacus_slaclip.slack import recommended_num_slots
 
+__all__ = ["ThresholdMixin"]
+
 
 @dataclass
 class ReleaseState:
