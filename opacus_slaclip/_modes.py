@@ -37,7 +37,7 @@ def is_distributed(module: nn.Module) -> bool:
     return isinstance(module, _DISTRIBUTED)
 
 
-def check_mode(arguments: Mapping[str, Any]) -> None:
+def check_mode(arguments: Mapping[str, Any], *, is_own_criterion: bool) -> None:
     """Check that SlaClip can keep its guarantee with these arguments of ``make_private``.
 
     Raises:
@@ -53,7 +53,7 @@ def check_mode(arguments: Mapping[str, Any]) -> None:
         )
     if mode not in ("no_op", *GHOST_MODES) and arguments["loss_reduction"] == "mean":
         _check_precision(module)
-    _check_layers(module)
+    _check_layers(module, mode)
     if arguments["poisson_sampling"] and isinstance(
         arguments["data_loader"].dataset, IterableDataset
     ):
@@ -65,13 +65,14 @@ def check_mode(arguments: Mapping[str, Any]) -> None:
         _check_distributed(arguments)
     if isinstance(module, FSDPModule):
         _check_sharding(module)
+    criterion = arguments["criterion"]
+    reduction = getattr(criterion, "reduction", arguments["loss_reduction"])
+    if (is_own_criterion or mode in GHOST_MODES) and reduction != arguments["loss_reduction"]:
+        raise ValueError(
+            f"criterion.reduction must be loss_reduction={arguments['loss_reduction']!r}, got "
+            f"{reduction!r}. Pass the same to both."
+        )
     if mode in GHOST_MODES:
-        reduction = getattr(arguments["criterion"], "reduction", arguments["loss_reduction"])
-        if reduction != arguments["loss_reduction"]:
-            raise ValueError(
-                f"criterion.reduction must be loss_reduction={arguments['loss_reduction']!r}, got "
-                f"{reduction!r}. Pass the same to both."
-            )
         _check_ghost(module, arguments["optimizer"])
     _warn_of_empty_batches(arguments)
 
@@ -82,13 +83,29 @@ def _check_precision(module: nn.Module) -> None:
         raise ValueError(f"{LOW_PRECISION_MEAN} Such are {low}.")
 
 
-def _check_layers(module: nn.Module) -> None:
+def _check_layers(module: nn.Module, mode: str) -> None:
     if any(getattr(layer, "max_norm", None) is not None for layer in module.modules()):
         raise ValueError(
             "module must not hold an embedding with max_norm: it rescales the rows of the tokens "
             "it sees in every forward pass, so data changes parameters without noise. Use "
             "max_norm=None."
         )
+    if mode not in ("hooks", *GHOST_MODES):
+        return
+    for name, layer in module.named_modules():
+        if not any(p.requires_grad for p in layer.parameters(recurse=False)):
+            continue
+        if getattr(layer, "padding_mode", "zeros") != "zeros":
+            raise ValueError(
+                f"{name}.padding_mode must be 'zeros', got {layer.padding_mode!r}: Opacus takes "
+                "the per-sample gradient of another layer. Pad before the layer, or use "
+                "grad_sample_mode='functorch'."
+            )
+        if isinstance(layer, nn.EmbeddingBag):
+            raise ValueError(
+                f"module must not train an EmbeddingBag ({name}): Opacus's per-sample gradient "
+                "counts a repeated token once. Use Embedding, and sum or average its outputs."
+            )
 
 
 def _check_wrapping(module: nn.Module, mode: str) -> None:
@@ -176,6 +193,13 @@ def _check_ghost(module: nn.Module, optimizer: Any) -> None:
             f"module must be float32 or float64 in ghost mode: the second backward pass would "
             f"round the clipped sums of {low} to 8 bits, which the noise does not cover. Use "
             "grad_sample_mode='hooks', which sums in float32, with reduction='sum'."
+        )
+    hooked = sorted(name for name, p in trainable.items() if p._backward_hooks)
+    if hooked:
+        raise ValueError(
+            f"Parameters must carry no hooks in ghost mode, as {hooked} do: these change the "
+            "gradient that is summed, but not its norm. Remove them, or use "
+            "grad_sample_mode='hooks'."
         )
     _check_single_owners(module, trainable)
     if any(

@@ -83,13 +83,14 @@ def inner_module(wrapper: Any) -> Any:
     return wrapper._module
 
 
-def add_forward_hooks(wrapper: Any, hook: Any) -> None:
-    """Add a hook to every layer inside, which ``cleanup()`` takes off with the wrapper's own."""
+def add_forward_hooks(wrapper: Any, hook: Any, *, only: Any = object) -> None:
+    """Add a hook to the layers inside, which ``cleanup()`` takes off with the wrapper's own."""
     handles = getattr(wrapper, "autograd_grad_sample_hooks", None)
     for layer in inner_module(wrapper).modules():
-        handle = layer.register_forward_hook(hook)
-        if handles is not None:
-            handles.append(handle)
+        if isinstance(layer, only):
+            handle = layer.register_forward_hook(hook)
+            if handles is not None:
+                handles.append(handle)
 
 
 def count_backward(layer: Any) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -19,37 +17,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def is_low(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` holds numbers of less than float32's precision."""
     return tensor.is_floating_point() and accumulation_dtype(tensor.dtype) != tensor.dtype
-
-
-class PrecisionWatch:
-    """A forward hook that reports an output through which a gradient would be rounded.
-
-    Args:
-        report: Called with no arguments; held weakly, being a bound method.
-    """
-
-    def __init__(self, report: Callable[[], None]) -> None:
-        self._report: weakref.WeakMethod[Callable[[], None]] | None = weakref.WeakMethod(report)
-
-    def __call__(self, layer: nn.Module, inputs: Any, output: Any) -> None:
-        """Report if the output, or one of its parts, is of low precision and needs a gradient."""
-        if not layer.training or self._report is None:
-            return
-        for part in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(part, torch.Tensor) and part.requires_grad and is_low(part):
-                report = self._report()
-                if report is not None:
-                    report()
-
-    def __reduce__(self) -> Any:
-        """Copy and pickle as a watch that reports to nobody, as the copy of a module needs it."""
-        return _nobodys_watch, ()
-
-
-def _nobodys_watch() -> PrecisionWatch:
-    watch = PrecisionWatch.__new__(PrecisionWatch)
-    watch._report = None
-    return watch
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
     DPTensorFastGradientClipping,
 )
+from torch.utils._pytree import tree_leaves
 
 from opacus_slaclip._precision import full_precision
 
@@ -32,7 +33,8 @@ class GhostLossTensor(DPTensorFastGradientClipping):
         module: Any = self.module
         optimizer: Any = self.optimizer
         try:
-            module.num_losses = len(self.loss_per_sample)
+            module.losses = self.loss_per_sample
+            optimizer.is_in_backward = True
             module.check_uses(self.loss_per_sample)
             with full_precision(self.loss_per_sample.device.type):
                 super().backward()  # type: ignore[no-untyped-call]
@@ -41,7 +43,8 @@ class GhostLossTensor(DPTensorFastGradientClipping):
             module.forget_pass()
             raise
         finally:
-            module.num_losses = None
+            module.losses = None
+            optimizer.is_in_backward = False
         optimizer.note_gradients()
 
 
@@ -58,8 +61,8 @@ def _one_a_sample(losses: torch.Tensor, loss_reduction: str) -> torch.Tensor:
     return each.mean(dim=1) if loss_reduction == "mean" else each.sum(dim=1)
 
 
-def _check_shapes(inputs: tuple[Any, ...]) -> None:
-    tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
+def _check_shapes(inputs: Any) -> None:
+    tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     for a, b in combinations(tensors, 2):
         if not (a.is_floating_point() or b.is_floating_point()):
             continue  # two kinds of labels
@@ -70,8 +73,7 @@ def _check_shapes(inputs: tuple[Any, ...]) -> None:
             continue  # not compared entry by entry
         if together not in (one, other):
             raise ValueError(
-                "The criterion's inputs must have one shape in ghost mode, unless they are not "
-                f"compared entry by entry; got {tuple(one)} and {tuple(other)}: "
+                "The criterion's inputs must have one shape in ghost mode: "
                 "broadcasting would compare every sample with every other. Reshape the targets."
             )
 
@@ -121,11 +123,13 @@ class GhostLoss(DPLossFastGradientClipping):
     def __call__(self, *args: Any, **kwargs: Any) -> GhostLossTensor:
         """Return the per-sample losses as one object with a ``backward()``."""
         module: Any = self.module
+        reduction = self.criterion.reduction
         try:
-            _check_shapes((*args, *kwargs.values()))
+            _check_shapes((args, kwargs))
             loss: Any = super().__call__(*args, **kwargs)
             loss.loss_per_sample = _one_a_sample(loss.loss_per_sample, self.loss_reduction)
         except BaseException:
+            self.criterion.reduction = reduction  # which the parent does not put back then
             module.forget_pass()
             raise
         loss.__class__ = GhostLossTensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap, Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from opacus.utils.module_utils import trainable_parameters
 from torch import nn
 
 from opacus_slaclip import _opacus
-from opacus_slaclip._precision import accumulation_dtype
+from opacus_slaclip._precision import accumulation_dtype, is_low
 from opacus_slaclip.ghost_norms import embedding_norm_sample, linear_norm_sample
 from opacus_slaclip.optimizers.ghost import GhostReleaseMixin
 from opacus_slaclip.optimizers.threshold import ReleaseState
@@ -26,6 +27,13 @@ from opacus_slaclip.slack import clip_factors
 _HOOKS_INSTEAD = (
     "Use grad_sample_mode='hooks', which sums clipped gradients in float32, with reduction='sum'."
 )
+_ROUNDED = (
+    "Ghost clipping cannot pass gradients through {}: the second backward pass would round them, "
+    "or their batch sum, to 8 bits after their norms were taken, which the noise does not cover. "
+    + _HOOKS_INSTEAD
+)
+# What norm and gradient of a sample may differ by; rounding takes them less than 1e-5 apart.
+_TOLERANCE = 1e-3
 
 
 class GhostClippingMixin(GradSampleHooksFastGradientClipping):
@@ -44,7 +52,9 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
     _initial_max_grad_norm: float = 1.0
     _trainable_names: frozenset[str] = frozenset()
     _counted: frozenset[nn.Parameter] = frozenset()
-    num_losses: int | None = None  # how many per-sample losses the norms must match
+    losses: torch.Tensor | None = None  # of the backward pass at hand, shape (B,)
+    _num_passes: int = 0
+    _is_recomputed = False
 
     @property
     def max_grad_norm(self) -> float:
@@ -73,17 +83,52 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
     def get_clipping_coef(self) -> torch.Tensor:
         """Return the clip factors of the batch, shape (B,), and hand its norms to the optimizer."""
         norms = self.get_norm_sample()
-        if self.num_losses is not None and len(norms) != self.num_losses:
+        if self.losses is not None and len(norms) != len(self.losses):
             raise ValueError(
                 "The loss must have one entry a sample in ghost mode, got another number. For "
                 "tokens, pass shape=(batch, length, ...) to the criterion, or average them within "
                 "each sample."
             )
+        if self._state is not None and self._state.is_rounded:
+            raise ValueError(_ROUNDED.format("low precision"))  # seen as late as a recomputation
         clip_norm = self.max_grad_norm
+        factors = clip_factors(norms, clip_norm=clip_norm)
+        self._check_one_sample(norms.clamp(max=clip_norm), factors)
         if self._state is not None:
             self._state.fresh_norms = norms.detach()
             self._state.fresh_clip_norm = clip_norm
-        return clip_factors(norms, clip_norm=clip_norm)
+        return factors
+
+    def _check_one_sample(self, clipped: torch.Tensor, factors: torch.Tensor) -> None:
+        """Differentiate one sample's loss as the second pass will, in passes 1, 2, 4, 8 and so on.
+
+        Norms come from formulas for known layers. A hook on a tensor, a backward pass of a user's
+        own or a layer with an option that its formula does not know makes the gradient another.
+        """
+        self._num_passes += 1
+        is_due = self._num_passes & (self._num_passes - 1) == 0
+        if self.losses is None or len(self.losses) == 0 or not is_due:
+            return
+        if self._is_recomputed:  # torch's reentrant checkpoint gives gradients in one way only
+            return
+        i = self._num_passes % len(clipped)
+        self.disable_hooks()
+        gradients = torch.autograd.grad(
+            factors[i].to(self.losses) * self.losses[i],
+            list(self._named_trainable().values()),
+            retain_graph=True,
+            allow_unused=True,
+        )
+        self.enable_hooks()
+        parts = [g.double().norm() for g in gradients if g is not None]
+        length, limit = float(torch.stack(parts).norm()), float(clipped[i])
+        if length > limit * (1 + _TOLERANCE):
+            raise ValueError(
+                "The gradient of a sample is longer than the norm that it was clipped by: a layer "
+                "of the module has an option, a hook or a backward pass of its own that its norm "
+                "misses, or uses the parameters of another. Use grad_sample_mode='functorch' or "
+                "'hooks'. (Seen on one sample: a local diagnostic, not to be published.)"
+            )
 
     def get_norm_sample(self) -> torch.Tensor:
         """Return the norms of the batch, shape (B,), once, if they cover what is summed.
@@ -127,19 +172,16 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
         Raises:
             ValueError: If a parameter is used elsewhere, or a gradient would be rounded.
         """
-        uses, rounded = _walk(loss)
-        if rounded is not None:
-            raise ValueError(
-                f"Ghost clipping cannot pass gradients through {rounded}: the second backward pass "
-                "would round them, or their batch sum, to 8 bits after their norms were taken, "
-                f"which the noise does not cover. {_HOOKS_INSTEAD}"
-            )
+        graph = _Graph.of(loss)
+        self._is_recomputed = graph.is_recomputed
+        if graph.rounded is not None:
+            raise ValueError(_ROUNDED.format(graph.rounded))
         outside = [
             name
             for name, p in self._named_trainable().items()
             if name in self._trainable_names
             and p in self._counted
-            and uses[p] > _opacus.forward_count(p)
+            and graph.uses[p] > _opacus.forward_count(p)
         ]
         if outside:
             raise ValueError(
@@ -198,6 +240,9 @@ class GhostClippingModule(GhostClippingMixin, GradSampleModuleFastGradientClippi
 
 class _ShardedMixin(GhostClippingMixin):
     """FSDP2 keeps norms on modules: its parameters come and go."""
+
+    def _check_one_sample(self, clipped: torch.Tensor, factors: torch.Tensor) -> None:
+        pass  # one sample's gradient is of no rank's own
 
     def _counted_parameters(self) -> frozenset[nn.Parameter]:
         return frozenset()  # what a layer uses under FSDP2 is not the parameter it owns
@@ -292,22 +337,39 @@ def prepare_ghost_module(
     return module  # type: ignore[return-value]
 
 
-def _walk(loss: torch.Tensor) -> tuple[Counter[Any], torch.dtype | None]:
-    """Count how often each leaf enters the graph of ``loss``; find a low precision in it."""
-    uses: Counter[Any] = Counter()
-    rounded: torch.dtype | None = None
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        for function, _ in getattr(waiting.pop(), "next_functions", ()):
-            if hasattr(function, "variable"):
-                uses[function.variable] += 1
-            elif function is not None and function not in seen:
-                seen.add(function)
-                waiting.append(function)
-                for output in function._input_metadata:
-                    if accumulation_dtype(output.dtype) != output.dtype:
-                        rounded = output.dtype
-    return uses, rounded
+@dataclass
+class _Graph:
+    """What the graph of a loss shows before it is run.
+
+    Attributes:
+        uses: How often each leaf enters it.
+        rounded: A precision below float32 in it, if there is one.
+        is_recomputed: Whether parts of it are hidden until their forward pass is run again.
+    """
+
+    uses: Counter[Any]
+    rounded: torch.dtype | None
+    is_recomputed: bool = False
+
+    @classmethod
+    def of(cls, loss: torch.Tensor) -> _Graph:
+        graph = cls(Counter(), loss.dtype if is_low(loss) else None)
+        seen, waiting = set(), [loss.grad_fn]
+        while waiting:
+            for function, _ in getattr(waiting.pop(), "next_functions", ()):
+                if hasattr(function, "variable"):
+                    graph.uses[function.variable] += 1
+                elif function is not None and function not in seen:
+                    seen.add(function)
+                    waiting.append(function)
+                    graph._look_at(function)
+        return graph
+
+    def _look_at(self, function: Any) -> None:
+        self.is_recomputed |= function.name() == "CheckpointFunctionBackward"
+        for output in function._input_metadata:
+            if accumulation_dtype(output.dtype) != output.dtype:
+                self.rounded = output.dtype
 
 
 def _device_type(module: nn.Module) -> str:

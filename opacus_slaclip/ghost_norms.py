@@ -39,7 +39,13 @@ def linear_norm_sample(
         Opacus's, bit for bit: a single product cannot cancel.
     """
     if backprops.dim() == 2:
-        return dict(compute_linear_norm_sample(layer, activations, backprops))
+        norms: _NormSamples = dict(compute_linear_norm_sample(layer, activations, backprops))
+        if layer.weight.requires_grad:
+            # Theirs squares each factor by itself, which can underflow where the product does not.
+            product = backprops.norm(2, dim=-1) * activations[0].to(backprops).norm(2, dim=-1)
+            lost = norms[layer.weight] < 0.9 * product
+            norms[layer.weight] = torch.where(lost, product, norms[layer.weight])
+        return norms
     b = backprops.flatten(1, -2)  # (B, T, d_out)
     a = activations[0].to(b.dtype).flatten(1, -2)  # (B, T, d_in)
     b_norms = b.norm(2, dim=-1)

@@ -7,9 +7,10 @@ from typing import Any
 
 import opacus
 from opacus.accountants.utils import get_noise_multiplier
+from opacus.layers.dp_rnn import DPRNNBase
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from opacus_slaclip import _opacus
 from opacus_slaclip._modes import GHOST_MODES, check_mode
@@ -20,7 +21,6 @@ from opacus_slaclip._options import (
     refuse_only_ours,
     resolve_options,
 )
-from opacus_slaclip._precision import PrecisionWatch
 from opacus_slaclip._validate import (
     check_budget,
     check_expected_batch_size,
@@ -28,6 +28,7 @@ from opacus_slaclip._validate import (
     check_noise_scale,
 )
 from opacus_slaclip._warnings import warn
+from opacus_slaclip._watch import PrecisionWatch, refuse_reordered_rows
 from opacus_slaclip.ghost_loss import GhostLoss
 from opacus_slaclip.ghost_modules import prepare_ghost_module
 from opacus_slaclip.optimizers import (
@@ -36,8 +37,8 @@ from opacus_slaclip.optimizers import (
     get_optimizer_class,
 )
 from opacus_slaclip.sampling import (
-    FollowedBatchSampler,
     follow_passes,
+    followed,
     own_poisson_sampler,
     with_batch_sampler,
 )
@@ -126,8 +127,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
             self._slaclip_module = None
         module, optimizer, *_criterion, data_loader = private
         follow_passes(data_loader, optimizer)
-        if getattr(optimizer, "divides_before_rounding", False):
+        if kwargs.get("grad_sample_mode") != "no_op":
             _opacus.add_forward_hooks(module, PrecisionWatch(optimizer.note_rounding))
+            _opacus.add_forward_hooks(module, refuse_reordered_rows, only=DPRNNBase)
         return private
 
     def make_private_with_epsilon(self, *, clipping: str = "flat", **kwargs: Any) -> Any:
@@ -184,7 +186,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         check_expected_batch_size(
             _expected_batch_size(arguments["data_loader"], bool(arguments["poisson_sampling"]))
         )
-        check_mode(arguments)
+        check_mode(arguments, is_own_criterion="criterion" in kwargs)
         return resolved
 
     # ---- what Opacus's make_private calls --------------------------------------------------
@@ -213,9 +215,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if poisson_sampling:
             sampler = own_poisson_sampler(private.batch_sampler, secure=self.secure_mode)
             return with_batch_sampler(private, sampler)
-        if type(private.batch_sampler) is BatchSampler:
-            return with_batch_sampler(private, FollowedBatchSampler.like(private.batch_sampler))
-        return private
+        if private.batch_sampler is None:
+            return private
+        return with_batch_sampler(private, followed(private.batch_sampler))
 
     def _prepare_optimizer(
         self,

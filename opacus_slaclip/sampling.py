@@ -20,18 +20,22 @@ from opacus.utils.uniform_sampler import (
     UniformWithReplacementSampler,
 )
 from torch import distributed as dist
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 
 class PassFollower(Protocol):
     """Who wants to know of passes through the data: the optimizer."""
 
-    def begin_pass(self) -> None:
-        """Be told that a new pass begins."""
+    def begin_pass(self, look_ahead: int) -> int:
+        """Be told of a new pass and how many batches workers fetch ahead; return its number."""
         ...
 
-    def end_pass(self, num_steps: int | None) -> None:
-        """Be told that all batches of the pass are out, and how many steps they ask for."""
+    def continue_pass(self, number: int) -> None:
+        """Be told that a pass goes on, perhaps after another one has begun."""
+        ...
+
+    def end_pass(self, number: int, num_steps: int | None) -> None:
+        """Be told that all batches of a pass are out, and how many steps they ask for."""
         ...
 
 
@@ -40,21 +44,23 @@ class _FollowedSampler:
 
     _follower: weakref.ref[PassFollower] | None = None
     _every_batch_is_a_step = True
+    _look_ahead = 0
 
-    def follow(self, follower: PassFollower) -> None:
+    def follow(self, follower: PassFollower, look_ahead: int) -> None:
         """Report to ``follower`` for as long as it lives."""
-        self._follower = weakref.ref(follower)
+        self._follower, self._look_ahead = weakref.ref(follower), look_ahead
 
     def _followed(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
         follower = self._follower() if self._follower is not None else None
-        if follower is not None:
-            follower.begin_pass()
-        num_batches = 0
+        if follower is None:
+            yield from batches
+            return
+        number, num_batches = follower.begin_pass(self._look_ahead), 0
         for batch in batches:
             num_batches += 1
             yield batch
-        if follower is not None:
-            follower.end_pass(num_batches if self._every_batch_is_a_step else None)
+            follower.continue_pass(number)
+        follower.end_pass(number, num_batches if self._every_batch_is_a_step else None)
 
 
 class PoissonSampler(_FollowedSampler, UniformWithReplacementSampler):
@@ -64,21 +70,6 @@ class PoissonSampler(_FollowedSampler, UniformWithReplacementSampler):
         """Yield the indices of one logical batch after the other."""
         batches: Iterator[list[int]] = super().__iter__()  # type: ignore[no-untyped-call]
         return self._followed(batches)
-
-
-class FollowedBatchSampler(_FollowedSampler, BatchSampler):
-    """torch's ``BatchSampler`` (uniform sampling), reporting passes."""
-
-    _every_batch_is_a_step = False  # gradients may be accumulated over several batches
-
-    @classmethod
-    def like(cls, batch_sampler: BatchSampler) -> FollowedBatchSampler:
-        """Return a sampler of the same batches."""
-        return cls(batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield the indices of one logical batch after the other."""
-        return self._followed(super().__iter__())
 
 
 class DistributedPoissonSampler(_FollowedSampler, DistributedUniformWithReplacementSampler):
@@ -155,6 +146,23 @@ def own_poisson_sampler(
     )
 
 
+def followed(batch_sampler: Any) -> Any:
+    """Return the same batch sampler, of whatever class, reporting passes.
+
+    Gradients may be accumulated over several of its batches, so it does not ask for a step each.
+    """
+    parent = type(batch_sampler)
+    methods = {
+        "__iter__": lambda self: self._followed(parent.__iter__(self)),
+        "__module__": parent.__module__,
+        "_every_batch_is_a_step": False,
+    }
+    kind: Any = type(parent.__name__, (_FollowedSampler, parent), methods)
+    twin = kind.__new__(kind)
+    vars(twin).update(vars(batch_sampler))
+    return twin
+
+
 def with_batch_sampler(data_loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
     """Return the same loader with another batch sampler."""
     twin = copy.copy(data_loader)
@@ -166,7 +174,8 @@ def with_batch_sampler(data_loader: DataLoader[Any], batch_sampler: Any) -> Data
 def follow_passes(data_loader: DataLoader[Any], follower: PassFollower) -> None:
     """Report the passes through ``data_loader`` to ``follower``, if its sampler is ours."""
     if isinstance(data_loader.batch_sampler, _FollowedSampler):
-        data_loader.batch_sampler.follow(follower)
+        look_ahead = data_loader.num_workers * (data_loader.prefetch_factor or 0)
+        data_loader.batch_sampler.follow(follower, look_ahead)
 
 
 def is_distributed_sampler(data_loader: DataLoader[Any]) -> bool:

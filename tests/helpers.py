@@ -214,6 +214,7 @@ def private(
     dtype: torch.dtype = torch.float32,
     clipping: str = "slaclip",
     dataset: TensorDataset | None = None,
+    num_workers: int = 0,
     **kwargs: Any,
 ) -> Run:
     """Build a seeded private run; equal arguments give equal runs.
@@ -228,7 +229,9 @@ def private(
     arguments = dict(
         module=model,
         optimizer=torch_optimizer(model.parameters()),
-        data_loader=DataLoader(dataset, batch_size=batch_size, generator=seeded(2)),
+        data_loader=DataLoader(
+            dataset, batch_size=batch_size, generator=seeded(2), num_workers=num_workers
+        ),
         max_grad_norm=TASKS[task].clip_norm if max_grad_norm is None else max_grad_norm,
         clipping=clipping,
         loss_reduction=loss_reduction,

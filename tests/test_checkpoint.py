@@ -696,3 +696,28 @@ def test_an_optimizer_built_by_hand_checkpoints_as_one_from_the_engine():
     mine, theirs = (o.state_dict()["param_groups"][0] for o in (by_hand, run.optimizer))
 
     assert ours(mine) == ours(theirs)
+
+
+class Refusing(Integrating):
+    """A controller that checks what it is given."""
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        if state["integral"] > 1e6:
+            raise ValueError("that is no integral")
+        super().load_state_dict(state)
+
+
+def test_a_controller_that_refuses_its_state_leaves_everything_as_it_was():
+    source, target = (private(controller=Refusing(), torch_optimizer=MOMENTUM) for _ in range(2))
+    source.step(samples("mlp", 5))
+    target.step(samples("mlp", 7))
+    saved = source.optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group |= {"slaclip_controller_integral": 1e7, "lr": 0.77}
+    before = copy.deepcopy(target.optimizer.state_dict())
+
+    with pytest.raises(ValueError, match="that is no integral"):
+        target.optimizer.load_state_dict(saved)
+
+    assert target.optimizer.state_dict()["param_groups"] == before["param_groups"]
+    assert target.optimizer.max_grad_norm != source.optimizer.max_grad_norm

@@ -232,6 +232,29 @@ def test_whole_numbers_as_targets_of_another_shape_are_refused():
     criterion(module(x), counts).backward()
 
 
+def test_targets_inside_a_dict_are_looked_at_too():
+    class OfDict(nn.MSELoss):
+        def forward(self, outputs, batch):
+            return super().forward(outputs, batch["target"])
+
+    module, _, criterion, (x, y) = make(criterion=OfDict())
+    with pytest.raises(ValueError, match="must have one shape"):
+        criterion(module(x), {"target": y.squeeze(1)})
+    criterion(module(x), {"target": y}).backward()
+
+
+def test_a_criterion_that_raises_keeps_its_reduction():
+    class Raises(nn.MSELoss):
+        def forward(self, outputs, target):
+            raise KeyError("target")
+
+    mine = Raises()
+    module, _, criterion, (x, y) = make(criterion=mine)
+    with pytest.raises(KeyError):
+        criterion(module(x), y)
+    assert mine.reduction == "mean"
+
+
 def test_a_parameter_that_is_reused_later_in_the_run_is_refused():
     class LateTying(Pooled):
         is_tied = False

@@ -254,6 +254,18 @@ def test_without_tokens_the_norms_are_those_of_opacus_bit_for_bit(seed, size, dt
     assert all(torch.equal(ours[p], theirs[p]) for p in theirs)
 
 
+def test_a_norm_of_two_factors_of_very_different_size_does_not_vanish():
+    """Opacus squares each factor by itself: 2e-23 squared is 0 in float32."""
+    layer = nn.Linear(4, 3, bias=False)
+    a, b = torch.full((2, 4), 1e18), torch.full((2, 3), 2e-23)
+    exact = exact_weight_norms(a.unsqueeze(1), b.unsqueeze(1))
+
+    ours = linear_norm_sample(layer, [a], b)[layer.weight]
+
+    assert (compute_linear_norm_sample(layer, [a], b)[layer.weight] == 0).all()
+    assert ((ours.double() - exact).abs() <= 8 * EPS * exact).all()
+
+
 def test_a_sequence_of_zeros_has_norm_zero():
     layer = nn.Linear(6, 5)
 

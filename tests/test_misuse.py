@@ -11,7 +11,7 @@ import torch
 from helpers import batches, private, seeded
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from opacus_slaclip import PrivacyEngine, SlaClipDPOptimizer
 
@@ -60,15 +60,10 @@ def test_a_pass_that_was_left_between_batches_is_told_nothing():
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_logical_batch_that_was_left_does_not_leak_into_the_next(num_workers):
     """The run goes on as if the pass that was left had never begun."""
-    left, straight = (private("mlp", noise_multiplier=0.0) for _ in range(2))
-    loader = DataLoader(
-        left.loader.dataset,
-        batch_sampler=left.loader.batch_sampler,
-        collate_fn=left.loader.collate_fn,
-        num_workers=num_workers,
-    )
+    options = {"noise_multiplier": 0.0, "num_workers": num_workers}
+    left, straight = (private("mlp", **options) for _ in range(2))
     with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=2, optimizer=left.optimizer
+        data_loader=left.loader, max_physical_batch_size=2, optimizer=left.optimizer
     ) as physical:
         left.step(next(iter(physical)))
     assert left.optimizer.num_releases == 0
@@ -108,49 +103,121 @@ def step_on(run, physical, but=None):
             run.step(batch)
 
 
-def physical_batches(run, num_workers=0, ahead=0):
-    loader = DataLoader(
-        run.loader.dataset,
-        batch_sampler=run.loader.batch_sampler,
-        collate_fn=run.loader.collate_fn,
-        num_workers=num_workers,
-    )
+def physical_batches(run, ahead=0):
     with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=2, optimizer=run.optimizer
+        data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
     ) as physical:
         yield from ReadsAhead(physical, ahead)
 
 
-WAYS_TO_LOAD = [(0, 0), (0, 1), (2, 0), (2, 1)]
-ALL_AT_ONCE = (0, 1000)  # all batches are out before the first step: only the end of a pass tells
+WAYS_TO_LOAD = pytest.mark.parametrize(
+    ("num_workers", "ahead"), [(0, 0), (0, 1), (2, 0), (2, 1), (0, 1000)]
+)
 
 
-@pytest.mark.parametrize(("num_workers", "ahead"), [*WAYS_TO_LOAD, ALL_AT_ONCE])
+def reading(num_workers, ahead):
+    run = private("mlp", num_workers=num_workers)
+    run.optimizer.fetched_ahead = ahead
+    return run
+
+
+@WAYS_TO_LOAD
 def test_a_loop_over_physical_batches_may_fetch_ahead(num_workers, ahead):
-    run = private("mlp")
+    run = reading(num_workers, ahead)
     for _ in range(2):
-        step_on(run, physical_batches(run, num_workers, ahead))
+        step_on(run, physical_batches(run, ahead))
 
     assert run.optimizer.num_releases == 2 * len(run.loader)
 
 
-@pytest.mark.parametrize(("num_workers", "ahead"), WAYS_TO_LOAD)
-def test_a_physical_batch_without_a_step_is_noticed(num_workers, ahead):
-    """Its note would be taken for the next batch's, and two logical batches be one release."""
+def test_a_trainer_that_fetches_ahead_has_to_say_so():
     run = private("mlp")
+    with pytest.raises(RuntimeError, match=r"set optimizer\.fetched_ahead to how many"):
+        step_on(run, physical_batches(run, ahead=1))
+    assert run.optimizer.num_releases == 0
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 3])
+@pytest.mark.parametrize(("num_workers", "ahead"), [(0, 0), (0, 1), (2, 0), (2, 1)])
+def test_a_physical_batch_without_a_step_is_noticed(num_workers, ahead, skipped):
+    """Its note would be taken for the next batch's, and two logical batches be one release."""
+    run = reading(num_workers, ahead)
 
     with pytest.raises(RuntimeError, match="A physical batch went by without step"):
-        step_on(run, physical_batches(run, num_workers, ahead), but=1)
+        step_on(run, physical_batches(run, ahead), but=skipped)
 
-    before = state(run)
     releases = run.optimizer.num_releases
     assert releases <= 1
     with warnings.catch_warnings():  # of the pass that was left
         warnings.simplefilter("ignore")
-        step_on(run, physical_batches(run, num_workers, ahead))
+        step_on(run, physical_batches(run, ahead))
     assert run.optimizer.num_releases == releases + len(run.loader)
-    assert len(run.engine.accountant.history) == 1
-    assert not all(map(torch.equal, before[0], run.parameters))
+
+
+def test_a_pass_inside_a_pass_is_refused_with_physical_batches():
+    """It forgets what was announced for the outer one, whose next batches would be merged."""
+    run = private("mlp")
+    batches_of_pass = physical_batches(run)
+    run.step(next(batches_of_pass))
+    with pytest.warns(UserWarning, match="ended inside a logical batch"):
+        next(iter(run.loader))
+
+    with pytest.raises(RuntimeError, match="Another pass through the data was begun inside"):
+        step_on(run, batches_of_pass)
+    # What was left of the logical batch at hand is released by itself, and nothing with it.
+    assert run.optimizer.num_releases <= 1
+
+
+def test_a_pass_inside_a_pass_is_harmless_without():
+    run = private("mlp")
+    for batch in run.loader:
+        next(iter(run.loader))
+        run.step(batch)
+    assert run.optimizer.num_releases == len(run.loader)
+
+
+def test_an_endless_loader_read_ahead_keeps_its_batches_apart():
+    def endless(run):
+        while True:
+            yield from physical_batches(run)
+
+    run, straight = reading(0, 1), private("mlp")
+    for _ in range(2):
+        step_on(straight, physical_batches(straight))
+    for batch in ReadsAhead(endless(run), ahead=1):
+        run.step(batch)
+        if run.optimizer.num_releases == 2 * len(run.loader):
+            break
+    assert all(map(torch.equal, run.parameters, straight.parameters))
+    assert run.engine.accountant.history == straight.engine.accountant.history
+
+
+def test_batch_samplers_of_any_class_are_followed():
+    class Backwards(BatchSampler):
+        def __iter__(self):
+            yield from list(super().__iter__())[::-1]
+
+    data = TensorDataset(*batches("mlp", [64])[0])
+    sampler = Backwards(SequentialSampler(data), batch_size=16, drop_last=False)
+    model = nn.Sequential(nn.Linear(6, 3))
+    _, optimizer, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_sampler=sampler),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        clipping="slaclip",
+        poisson_sampling=False,
+    )
+    assert isinstance(loader.batch_sampler, Backwards)
+    assert torch.equal(next(iter(loader))[0], data.tensors[0][-16:])
+    with (
+        BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
+        ) as physical,
+        pytest.raises(RuntimeError, match="A physical batch went by without step"),
+    ):
+        list(physical)
 
 
 def test_announcing_physical_batches_by_hand_needs_no_loader():

@@ -255,6 +255,22 @@ def test_several_recorders_record_the_same():
     assert len(second) == 2
 
 
+def test_an_error_in_a_hook_costs_neither_the_update_nor_the_charge():
+    run, other = private(), private()
+
+    def fails(optimizer):
+        raise KeyError("hook")
+
+    run.optimizer.register_release_hook(fails)
+    with pytest.raises(KeyError):
+        run.step(samples("mlp", 5))
+    other.step(samples("mlp", 5))
+
+    assert all(map(torch.equal, run.parameters, other.parameters))
+    assert run.optimizer.max_grad_norm == other.optimizer.max_grad_norm
+    assert run.engine.accountant.history == other.engine.accountant.history
+
+
 def test_a_hook_may_remove_itself():
     run = private()
     steps = []

@@ -14,7 +14,10 @@ import pytest
 import torch
 from cases import BATCH_SIZE, CASES, NUM_SAMPLES, Case, make
 from helpers import NUM_CLASSES, TASKS, TiedWeights, batches, samples, seeded
+from opacus.grad_sample import register_grad_sampler
+from opacus.layers import DPLSTM
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from opacus_slaclip import FixedController, PrivacyEngine
@@ -400,6 +403,233 @@ def test_a_frozen_layer_in_low_precision_below_all_that_is_trained_rounds_nothin
     copy.deepcopy(model[2]._forward_hooks)  # copies of the watching hooks watch for nobody
     handle.cleanup()
     assert not any(layer._forward_hooks for layer in model.modules())
+
+
+# --- gradients that Opacus's formulas, or nothing but autograd, know ---
+
+
+def circular() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(72, 3)
+    )
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(10, 3, mode="sum")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.bag(tokens)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (circular, "padding_mode must be 'zeros', got 'circular'"),
+        (Bag, "not train an EmbeddingBag"),
+    ],
+)
+def test_layers_whose_gradient_opacus_gets_wrong_are_refused(model, message, mode):
+    setup = Setup(model())
+    with untouched(setup), pytest.raises(ValueError, match=message):
+        setup.make_private(grad_sample_mode=mode)
+
+
+def test_such_layers_may_be_frozen_or_left_to_functorch():
+    frozen = circular()
+    frozen[0].requires_grad_(False)
+    Setup(frozen, params=trainable).make_private(grad_sample_mode="ghost")
+    Setup(circular()).make_private(grad_sample_mode="functorch")
+
+
+def test_a_hook_on_a_parameter_is_refused_in_ghost_mode():
+    setup = Setup()
+    setup.module[0].weight.register_hook(lambda grad: 10 * grad)
+    with untouched(setup), pytest.raises(ValueError, match=r"must carry no hooks .*0\.weight"):
+        setup.make_private(grad_sample_mode="ghost")
+
+
+class Signs(torch.autograd.Function):
+    """A backward pass that is not linear in the gradient it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.sign()
+
+
+class OwnScale(nn.Module):
+    """A layer of a user's own, whose parameter the model uses once more elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+@register_grad_sampler(OwnScale)
+def own_scale_grad_sample(layer, activations, backprops):
+    return {layer.scale: activations[0] * backprops}
+
+
+class UsedElsewhere(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.head = OwnScale(), nn.Linear(6, NUM_CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.own(x) + 10 * x * self.own.scale)
+
+
+class Surprise(nn.Module):
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.head, self.change = nn.Linear(6, 8), nn.Linear(8, NUM_CLASSES), change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.change(self.first(x)))
+
+
+def clamped(x: torch.Tensor) -> torch.Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda grad: 100 * grad.clamp(-1e-3, 1e-3))
+    return x
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda: Surprise(Signs.apply), lambda: Surprise(clamped), UsedElsewhere],
+    ids=["a backward pass of its own", "a hook on an activation", "a parameter used elsewhere"],
+)
+def test_a_gradient_longer_than_its_norm_is_noticed_in_ghost_mode(model):
+    setup = Setup(model())
+    module, optimizer, criterion, _ = setup.make_private(
+        grad_sample_mode="ghost", max_grad_norm=0.01, min_clipbound=0.01
+    )
+    x, y = samples("mlp", 5)
+    before = [p.detach().clone() for p in module.parameters()]
+
+    with pytest.raises(ValueError, match="gradient of a sample is longer than the norm"):
+        criterion(module(x), y).backward()
+
+    assert setup.engine.accountant.history == []
+    assert all(map(torch.equal, before, module.parameters()))
+    assert optimizer.num_releases == 0
+
+
+def test_one_sample_is_looked_at_in_passes_one_two_four_and_eight(monkeypatch):
+    looked_at = []
+    plain = torch.autograd.grad
+    setup = Setup()
+    module, optimizer, criterion, _ = setup.make_private(grad_sample_mode="ghost")
+
+    def noted(*args, **kwargs):
+        looked_at.append(optimizer.num_releases + 1)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", noted)
+    x, y = samples("mlp", 5)
+    for _ in range(9):
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        optimizer.step()
+    assert looked_at == [1, 2, 4, 8]
+
+
+class Sorts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = DPLSTM(4, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        _, (hidden, _) = self.lstm(packed)
+        return self.head(hidden[-1])
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_packed_sequences_in_another_order_than_the_batch_are_refused(mode):
+    setup = Setup(Sorts())
+    module, *_ = setup.make_private(grad_sample_mode=mode)
+    x = torch.randn(3, 4, 4)
+    module(x, torch.tensor([4, 3, 1]))  # sorted already
+    with pytest.raises(ValueError, match="packed sequence must hold its samples in the order"):
+        module(x, torch.tensor([2, 4, 1]))
+
+
+def test_a_criterion_of_another_reduction_is_refused_in_every_mode():
+    for reduction, other in (("mean", "sum"), ("sum", "mean")):
+        setup = Setup()
+        message = f"criterion.reduction must be loss_reduction='{reduction}', got '{other}'"
+        with untouched(setup), pytest.raises(ValueError, match=message):
+            setup.make_private(
+                loss_reduction=reduction, criterion=nn.CrossEntropyLoss(reduction=other)
+            )
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_rounding_is_noticed_in_evaluation_mode_and_not_forgotten(is_training):
+    setup = Setup(around_a_narrow_layer(), params=trainable)
+    setup.module[1].train(is_training)
+    module, optimizer, _ = setup.make_private()
+    x, y = samples("mlp", 5)
+    nn.functional.cross_entropy(module(x), y).backward()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="loss_reduction must be 'sum'"):
+            optimizer.step()
+    assert optimizer.num_releases == 0
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = Narrow(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.narrow, x, use_reentrant=True)
+
+
+def test_rounding_inside_a_recomputation_is_noticed_in_ghost_mode():
+    model = nn.Sequential(nn.Linear(6, 8), Recomputed(), nn.Linear(8, NUM_CLASSES))
+    setup = Setup(model, params=trainable)
+    module, _optimizer, criterion, _ = setup.make_private(grad_sample_mode="ghost")
+    x, y = samples("mlp", 5)
+    with pytest.raises(ValueError, match="cannot pass gradients through low precision"):
+        criterion(module(x), y).backward()
+
+
+def test_a_recomputation_in_full_precision_trains_in_ghost_mode():
+    class Whole(Recomputed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=True)
+
+    setup = Setup(nn.Sequential(nn.Linear(6, 8), Whole(), nn.Linear(8, 3)), params=trainable)
+    module, optimizer, criterion, _ = setup.make_private(grad_sample_mode="ghost")
+    x, y = samples("mlp", 5)
+    criterion(module(x), y).backward()
+    optimizer.step()
+    assert optimizer.num_releases == 1
+
+
+def test_a_loss_in_low_precision_is_refused_in_ghost_mode():
+    class Rounds(nn.CrossEntropyLoss):
+        def forward(self, outputs, target):
+            return super().forward(outputs, target).bfloat16()
+
+    setup = Setup()
+    module, _optimizer, criterion, _ = setup.make_private(
+        grad_sample_mode="ghost", criterion=Rounds()
+    )
+    x, y = samples("mlp", 5)
+    with pytest.raises(ValueError, match=r"cannot pass gradients through torch\.bfloat16"):
+        criterion(module(x), y).backward()
 
 
 def renormalizing() -> nn.Module:

@@ -569,6 +569,20 @@ def test_rounds_of_make_private_train_as_one_run():
     assert rounds.engine.accountant.history == straight.engine.accountant.history
 
 
+def test_a_second_make_private_keeps_what_the_search_has_found():
+    first = private(max_grad_norm="auto", noise_multiplier=0.0, num_slots=4)
+    for batch in batches("mlp", [16] * 30):
+        first.step(batch)
+    reference = first.optimizer.controller.reference
+    assert reference is not None
+
+    second = again(first, max_grad_norm="auto")
+
+    assert second.optimizer.max_grad_norm == first.optimizer.max_grad_norm
+    assert second.optimizer.controller is not first.optimizer.controller
+    assert second.optimizer.controller.reference == reference
+
+
 def test_a_second_make_private_with_another_threshold_starts_anew():
     second = again(adapted(), max_grad_norm=0.9)
 

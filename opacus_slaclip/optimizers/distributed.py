@@ -64,7 +64,8 @@ class DistributedReleaseMixin(SlackReleaseMixin):
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         if error is not None:
             raise error
-        if not math.isfinite(float(agreed)):
+        low, high = self._clip_bounds
+        if not low <= float(agreed) <= high:
             raise RuntimeError(
                 "The controller failed on another rank; its error is there. The step was released "
                 "and charged; the threshold stays where it is."

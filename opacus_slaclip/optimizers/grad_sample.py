@@ -87,16 +87,11 @@ class SlaClipDPOptimizer(SlackReleaseMixin, DPOptimizer):
             _opacus.check_not_processed(p.grad_sample)
             _opacus.check_not_processed(p.summed_grad)
 
-    def note_rounding(self) -> None:
-        """Be told that the gradients of this batch pass through a layer of low precision."""
-        self._state.is_rounded = True
-
     def _check_precision(self, grad_sample: Any) -> None:
         if not self.divides_before_rounding:
             return
         parts = grad_sample if isinstance(grad_sample, list) else [grad_sample]
         if self._state.is_rounded or any(map(is_low, parts)):
-            self._state.is_rounded = False
             raise ValueError(LOW_PRECISION_MEAN)
 
     def _has_fresh_gradient(self) -> bool:

@@ -29,6 +29,13 @@ class SlackReleaseMixin(ThresholdMixin):
     moves at the end of a step that was not skipped.
     """
 
+    # How many batches a trainer takes from the loader before it steps on earlier ones, besides
+    # those that the loader's own workers fetch ahead.
+    fetched_ahead: int = 0
+
+    # Ghost modes clear gradients between their two backward passes.
+    is_in_backward = False
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # torch's GradScaler reads this before it steps an optimizer; nothing else does.
@@ -37,6 +44,10 @@ class SlackReleaseMixin(ThresholdMixin):
             "per-sample gradient looks far too long and is clipped. Use bfloat16 autocast, which "
             "needs no loss scaling, or GradScaler(enabled=False)."
         )
+
+    def note_rounding(self) -> None:
+        """Be told that the gradients of this batch pass through a layer of low precision."""
+        self._state.is_rounded = True
 
     def _accumulate_slack(self, norms: torch.Tensor) -> None:
         """Add one physical batch, by the norms, shape (b,), that its gradients are clipped by."""
@@ -98,8 +109,15 @@ class SlackReleaseMixin(ThresholdMixin):
         zero learning rates: that one passes through, without noise, charge or release.
         """
         if closure is None and self._is_state_initialization():
+            self._check_frozen()
             return self.original_optimizer.step()
-        return super().step(closure)
+        num_releases = self.num_releases
+        loss = super().step(closure)
+        if self.num_releases != num_releases:
+            # Last of all: an error in one must neither cost the update nor part the ranks.
+            for hook in list(self._state.release_hooks.values()):
+                hook(self)
+        return loss
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Clip, accumulate and, at the end of a logical batch, release and move the threshold.
@@ -110,7 +128,6 @@ class SlackReleaseMixin(ThresholdMixin):
         self._check_ready()
         self._check_frozen()
         announced = _opacus.num_announced(self)
-        self._state.has_stepped_in_pass = True
         try:
             with full_precision(self.params[0].device.type if self.params else "cpu"):
                 self._check_in_step()
@@ -169,8 +186,6 @@ class SlackReleaseMixin(ThresholdMixin):
         state.num_releases += 1
         state.steps_in_pass += 1
         self._set_clip_norm(self._next_clip_norm(state.indicator))
-        for hook in list(state.release_hooks.values()):
-            hook(self)
 
     def _next_clip_norm(self, indicator: SlackIndicator) -> float:
         if not bool(indicator.values.isfinite().all()):
@@ -194,6 +209,8 @@ class SlackReleaseMixin(ThresholdMixin):
         """Clear gradients; the slack sum lives and dies with ``summed_grad``."""
         super().zero_grad(set_to_none)
         self._state.fresh_norms = None
+        if not self.is_in_backward:
+            self._state.is_rounded = False
         is_between = not _opacus.last_step_was_skipped(self)
         if is_between:
             self._state.slot_sums = None
@@ -212,29 +229,61 @@ class SlackReleaseMixin(ThresholdMixin):
         self._drop_logical_batch()
         _opacus.clear_skip_queue(self)
 
-    def begin_pass(self) -> None:
-        """Start a pass through the data from a clean state; the sampler calls this."""
-        unfinished = self._state.slot_sums is not None
-        self.drop_logical_batch()
-        if unfinished:
-            warn(
-                "The last pass ended inside a logical batch, which was dropped: finish the loop "
-                "of BatchMemoryManager, or call optimizer.drop_logical_batch() when leaving it.",
-            )
-        state = self._state
-        num_batches = 0 if state.excused_in_pass else state.batches_in_pass or 0
-        if state.steps_in_pass < num_batches:
-            warn(
-                "Some logical batches of the last pass had no step, so the accountant charged too "
-                "little. Call step() for every batch, empty ones included. (This depends on the "
-                "data: a local diagnostic, not to be published.)",
-            )
-        state.steps_in_pass, state.batches_in_pass, state.excused_in_pass = 0, None, False
-        state.fetched_ahead, state.has_stepped_in_pass = 0, False
+    def begin_pass(self, look_ahead: int) -> int:
+        """Start a pass through the data from a clean state; the sampler calls this.
 
-    def end_pass(self, num_steps: int | None) -> None:
+        Args:
+            look_ahead: How many batches the loader's workers fetch before they are asked for.
+
+        Returns:
+            The number of the pass.
+        """
+        state = self._state
+        in_flight = _opacus.num_announced(self)
+        if not (state.pass_has_ended and 0 < in_flight <= self.fetched_ahead):
+            unfinished = state.slot_sums is not None
+            self.drop_logical_batch()
+            if unfinished:
+                warn(
+                    "The last pass ended inside a logical batch, which was dropped: finish the "
+                    "loop of BatchMemoryManager, or call optimizer.drop_logical_batch() when "
+                    "leaving it."
+                )
+            num_batches = 0 if state.excused_in_pass else state.batches_in_pass or 0
+            if state.steps_in_pass + self.fetched_ahead < num_batches:
+                warn(
+                    "Some logical batches of the last pass had no step, so the accountant charged "
+                    "too little. Call step() for every batch, empty ones included. (This depends "
+                    "on the data: a local diagnostic, not to be published.)"
+                )
+        state.steps_in_pass, state.batches_in_pass, state.excused_in_pass = 0, None, False
+        state.look_ahead, state.pass_has_ended = look_ahead, False
+        state.pass_number += 1
+        return state.pass_number
+
+    def continue_pass(self, number: int) -> None:
+        """Go on with a pass; the sampler calls this.
+
+        Raises:
+            RuntimeError: If another pass has begun since, and dropped the physical batches that
+                had been announced for this one.
+        """
+        state = self._state
+        if number == state.pass_number:
+            return
+        state.excused_in_pass = True
+        if state.announced_in_pass >= number:
+            self.drop_logical_batch()
+            raise RuntimeError(
+                "Another pass through the data was begun inside this one, so the batches of "
+                "BatchMemoryManager and the steps no longer match; the logical batch was dropped. "
+                "Draw what you want to look at, as with next(iter(loader)), before the loop."
+            )
+
+    def end_pass(self, number: int, num_steps: int | None) -> None:
         """Expect so many steps in the pass (None: not known); the sampler calls this."""
-        self._state.batches_in_pass, self._state.fetched_ahead = num_steps, None
+        if number == self._state.pass_number:
+            self._state.batches_in_pass, self._state.pass_has_ended = num_steps, True
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Take note of a physical batch that is on its way; its sampler calls this.
@@ -244,16 +293,16 @@ class SlackReleaseMixin(ThresholdMixin):
                 taken for that of the next, and two logical batches would be released as one.
         """
         state, ahead = self._state, _opacus.num_announced(self)
-        if state.fetched_ahead is not None and not state.has_stepped_in_pass:
-            state.fetched_ahead = ahead  # by workers, or by a trainer that looks for the end
-        elif state.fetched_ahead is not None and ahead > state.fetched_ahead:
+        is_in_pass = state.pass_number > 0 and not state.pass_has_ended
+        if is_in_pass and ahead > state.look_ahead + self.fetched_ahead:
             self.drop_logical_batch()
             raise RuntimeError(
                 "A physical batch went by without step(), so the batches of BatchMemoryManager and "
                 "the steps no longer match; the logical batch was dropped. Call step() for every "
-                "physical batch, empty ones included. (A loader that fetches ahead in a thread of "
-                "its own looks the same: use num_workers instead.)"
+                "physical batch, empty ones included. (If a trainer takes batches from the loader "
+                "before it steps on earlier ones, set optimizer.fetched_ahead to how many.)"
             )
+        state.announced_in_pass = state.pass_number
         super().signal_skip_step(do_skip)  # type: ignore[no-untyped-call]
 
     def _has_fresh_gradient(self) -> bool:

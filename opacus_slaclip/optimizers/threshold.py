@@ -76,9 +76,10 @@ class ReleaseState:
     release_hooks: OrderedDict[int, Callable[[Any], None]] = field(
         default_factory=OrderedDict, repr=False
     )
-    # Physical batches on their way when one more is fetched, seen before the first step of a pass.
-    fetched_ahead: int | None = None
-    has_stepped_in_pass: bool = False
+    pass_number: int = 0
+    pass_has_ended: bool = False
+    look_ahead: int = 0  # batches that the loader's workers fetch before they are asked for
+    announced_in_pass: int = -1  # number of the last pass with physical batches
 
     def drop_private(self) -> None:
         """Forget everything that has not been noised and used."""
@@ -221,10 +222,10 @@ class ThresholdMixin(DPOptimizer):
         return self._clip_bounds[1]
 
     def register_release_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
-        """Have ``hook(optimizer)`` called after each release, when the threshold has moved.
+        """Have ``hook(optimizer)`` called at the end of each step that released something.
 
-        The parameters are updated after it: an error in ``hook`` costs that update. Hooks are not
-        copied or saved.
+        The threshold has moved and the parameters are updated by then. Hooks are not copied or
+        saved.
 
         Returns:
             A handle; its ``remove()`` ends the calls.
@@ -248,6 +249,8 @@ class ThresholdMixin(DPOptimizer):
             return
         low, high = self._clip_bounds
         self._state.num_releases = previous.num_releases
+        if type(self._controller) is type(previous.controller) and is_stateful(self._controller):
+            self._controller.load_state_dict(read_controller_state(previous.controller))
         self.max_grad_norm = min(max(previous.max_grad_norm, low), high)
 
     def _set_clip_norm(self, clip_norm: float) -> None:
@@ -301,11 +304,19 @@ class ThresholdMixin(DPOptimizer):
                 )
             check_clip_norm(saved.max_grad_norm, *self._clip_bounds)
             check_controller_state(self._controller, saved.controller_state)
-        clip_norm = self.max_grad_norm
-        super().load_state_dict(state_dict)
+        clip_norm, controller = self.max_grad_norm, self._controller
+        before = read_controller_state(controller)
+        try:
+            if saved is not None and is_stateful(controller):
+                controller.load_state_dict(saved.controller_state)  # may refuse: nothing else yet
+            super().load_state_dict(state_dict)
+        except BaseException:
+            if is_stateful(controller):
+                controller.load_state_dict(before)
+            raise
         self._drop_logical_batch()
         self._drop_grad_samples()
-        self._state.batches_in_pass = self._state.fetched_ahead = self._state.indicator = None
+        self._state.batches_in_pass = self._state.indicator = None
         if saved is None:
             warn(
                 f"The checkpoint has no SlaClip entry; the threshold stays at {clip_norm:g}.",
@@ -314,8 +325,6 @@ class ThresholdMixin(DPOptimizer):
             clip_norm = saved.max_grad_norm
             self._state.initial_clip_norm = saved.initial_max_grad_norm
             self._state.num_releases = saved.num_releases
-            if is_stateful(self._controller):
-                self._controller.load_state_dict(saved.controller_state)
         self._set_clip_norm(clip_norm)
 
     def _drop_logical_batch(self) -> None:
