@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -9,6 +10,7 @@ import os
 import platform
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -244,6 +246,9 @@ def accuracy(module: torch.nn.Module, samples: tasks.Samples) -> float:
     return correct / len(samples)
 
 
-def _quiet() -> Any:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
     # Of Opacus's seeded noise, of torch's hooks, and of runs that diverge, which rows record.
-    return warnings.catch_warnings(action="ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,4 +1,4 @@
-"""Claim: at equal epsilon, SlaClip is as accurate as the best tuned rival, over a wider pool.
+"""Question: how accurate is each clipping method at equal epsilon, and over how wide a pool?
 
 Trains methods x learning rates x initial thresholds x schedules x seeds on one data set, the noise
 of every cell calibrated to the same (epsilon, delta). Without options the pool is the paper's.
@@ -24,9 +24,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks import methods, tasks
+from benchmarks import methods, report_pools, tasks
 from benchmarks.cells import Cell, Row
 from benchmarks.corpora import CorpusError
+from benchmarks.report_rows import Config, run_of
 from benchmarks.rows import RowFile, cell_of
 from benchmarks.workers import run_cells
 from opacus_slaclip.demo import DemoError
@@ -60,11 +61,12 @@ def cells(args: argparse.Namespace) -> list[Cell]:
             weight_decay=args.weight_decay,
         )
         for seed, epsilon, schedule, learning_rate, clip_norm, method in itertools.product(*axes)
+        if methods.METHODS[method].uses_clip_norm or clip_norm == min(args.clip_norms)
     ]
 
 
 def best_cells(pool: list[Cell], rows: list[Row], seeds: list[int]) -> list[Cell]:
-    """Return each method's best cell of the pool, by validation accuracy, with other seeds.
+    """Return each method's best cell of the pool, as the report chooses it, with other seeds.
 
     Args:
         pool: The cells to choose from.
@@ -72,19 +74,22 @@ def best_cells(pool: list[Cell], rows: list[Row], seeds: list[int]) -> list[Cell
         seeds: The seeds to repeat the chosen cells with.
 
     Returns:
-        For each method and epsilon, the setting with the highest mean over the pool's seeds.
+        For each method and epsilon, the setting with the highest mean validation accuracy over the
+        pool's seeds, ties going to the smaller learning rate, then threshold.
     """
     wanted = set(pool)
-    scores: dict[Cell, list[float]] = defaultdict(list)
-    for row in rows:
-        if cell_of(row) in wanted and "error" not in row:
-            scores[replace(cell_of(row), seed=0)].append(row["validation_accuracy"])
-    best: dict[tuple[str, float], Cell] = {}
-    for setting in scores:
-        key = (setting.method, setting.epsilon)
-        if key not in best or statistics.mean(scores[setting]) > statistics.mean(scores[best[key]]):
-            best[key] = setting
-    return [replace(setting, seed=seed) for seed in seeds for setting in best.values()]
+    runs = [run_of(row, "a row") for row in rows if cell_of(row) in wanted]
+    cell_by_run = {
+        (cell.epsilon, cell.method, Config(cell.learning_rate, cell.clip_norm, cell.schedule)): cell
+        for cell in pool
+    }
+    best = [
+        cell_by_run[group.settings["epsilon"], method, tried.best]
+        for group in report_pools.group(runs)
+        for method, tried in group.pools.items()
+        if tried.best is not None
+    ]
+    return [replace(cell, seed=seed) for seed in seeds for cell in best]
 
 
 def run(missing: list[Cell], file: RowFile, args: argparse.Namespace) -> int:

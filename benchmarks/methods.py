@@ -28,10 +28,12 @@ class Method:
         options: Keyword arguments of the engine's ``make_private``, from ``C_0`` and the batch
             size; they may replace ``max_grad_norm``. None for a baseline written in this folder.
         ghost: Whether it can run in ghost mode.
+        uses_clip_norm: Whether ``C_0`` makes a difference; where not, one is as good as all.
     """
 
     options: Callable[[float, int], dict[str, Any]] | None
     ghost: bool = False
+    uses_clip_norm: bool = True
 
 
 def _clipping(name: str) -> Callable[[float, int], dict[str, Any]]:
@@ -67,6 +69,19 @@ def _adaptive(clip_norm: float, batch_size: int) -> dict[str, Any]:
     return {"clipping": "adaptive"} | counting | _bounds(clip_norm)
 
 
+def engine_noise(method: str, noise_multiplier: float, batch_size: int) -> float:
+    """Return what to tell the engine so that a step costs what ``noise_multiplier`` says.
+
+    Opacus's adaptive clipping noises a count of sensitivity 1 with ``s = unclipped_num_std``, but
+    splits the budget as if the sensitivity were 1/2: told sigma, it takes a step that costs
+    ``(1 / sigma^2 + 3 / (4 s^2))^(-1/2)``, while its accountant records sigma.
+    """
+    if method != "adaptive":
+        return noise_multiplier
+    deviation = batch_size / 20
+    return float((noise_multiplier**-2 - 0.75 * deviation**-2) ** -0.5)
+
+
 PAPER: dict[str, Method] = {
     "flat": Method(_clipping("flat"), ghost=True),
     "adaptive": Method(_adaptive),
@@ -76,8 +91,8 @@ PAPER: dict[str, Method] = {
 BEYOND: dict[str, Method] = {
     "slaclip-unit": Method(_unit("slaclip"), ghost=True),
     "slaclip-q-unit": Method(_unit("slaclip-q"), ghost=True),
-    "slaclip-auto": Method(_auto("slaclip"), ghost=True),
-    "slaclip-q-auto": Method(_auto("slaclip-q"), ghost=True),
+    "slaclip-auto": Method(_auto("slaclip"), ghost=True, uses_clip_norm=False),
+    "slaclip-q-auto": Method(_auto("slaclip-q"), ghost=True, uses_clip_norm=False),
 }
 METHODS: dict[str, Method] = PAPER | BEYOND
 
@@ -121,7 +136,7 @@ def make_private(
         "module": module,
         "optimizer": optimizer,
         "data_loader": loader,
-        "noise_multiplier": noise_multiplier,
+        "noise_multiplier": engine_noise(method, noise_multiplier, batch_size),
         "max_grad_norm": clip_norm,
         "noise_generator": noise_generator,
     }

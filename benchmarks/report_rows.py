@@ -83,7 +83,7 @@ def load(paths: Iterable[Path]) -> Rows:
                 if number < len(lines):  # the last piece is what no newline ended
                     rows.unreadable.append(f"{path.name}:{number}")
                 continue
-            run = _run(row, f"{path}:{number}")
+            run = run_of(row, f"{path}:{number}")
             key = (run.settings, run.method, run.config, run.seed)
             if key not in kept or kept[key].failed or not run.failed:
                 kept[key] = run
@@ -91,7 +91,8 @@ def load(paths: Iterable[Path]) -> Rows:
     return rows
 
 
-def _run(row: Any, place: str) -> Run:
+def run_of(row: Any, place: str) -> Run:
+    """Return what a row says; ``place`` is named in errors."""
     try:
         cell = row["cell"]
         config = Config(float(cell["learning_rate"]), float(cell["clip_norm"]), cell["schedule"])

@@ -83,14 +83,22 @@ def inner_module(wrapper: Any) -> Any:
     return wrapper._module
 
 
-def add_forward_hooks(wrapper: Any, hook: Any, *, only: Any = object) -> None:
-    """Add a hook to the layers inside, which ``cleanup()`` takes off with the wrapper's own."""
-    handles = getattr(wrapper, "autograd_grad_sample_hooks", None)
-    for layer in inner_module(wrapper).modules():
-        if isinstance(layer, only):
-            handle = layer.register_forward_hook(hook)
-            if handles is not None:
-                handles.append(handle)
+def replace_forward_hooks(wrapper: Any, hooks: dict[Any, Any]) -> None:
+    """Put hooks on the layers inside, of a class each, in the place of those of an earlier call.
+
+    ``cleanup()`` takes them off with the wrapper's own.
+    """
+    inner, own = inner_module(wrapper), getattr(wrapper, "autograd_grad_sample_hooks", [])
+    for handle in inner.__dict__.pop("slaclip_hooks", []):
+        handle.remove()
+    handles = [
+        layer.register_forward_hook(hook)
+        for layer in inner.modules()
+        for hook, kind in hooks.items()
+        if isinstance(layer, kind)
+    ]
+    inner.__dict__["slaclip_hooks"] = handles
+    own.extend(handles)
 
 
 def count_backward(layer: Any) -> None:

@@ -66,7 +66,7 @@ def check_names(names: Iterable[str], accepted: Iterable[str], *, clipping: str)
         )
 
 
-def refuse_only_ours(names: Iterable[str], *, clipping: Any) -> None:
+def refuse_only_ours(options: Mapping[str, Any], *, clipping: Any) -> None:
     """Check what goes through to Opacus.
 
     Raises:
@@ -79,8 +79,13 @@ def refuse_only_ours(names: Iterable[str], *, clipping: Any) -> None:
             f"clipping must be one of {sorted(CONTROLLERS)} or a value of Opacus's, got "
             f"{clipping!r}. Did you mean {nearest[0]!r}?"
         )
+    if options.get("max_grad_norm") == _AUTO:
+        raise TypeError(
+            f'max_grad_norm="auto" does not apply to clipping={clipping!r}. Pass a number, or use '
+            f"one of {sorted(CONTROLLERS)}."
+        )
     for name in ONLY_OURS:
-        if name in names:
+        if name in options:
             raise TypeError(
                 f"{name} does not apply to clipping={clipping!r}. Remove it, or use one of "
                 f"{sorted(CONTROLLERS)}."

@@ -15,7 +15,7 @@ from opacus_slaclip._precision import is_low
 
 
 class PrecisionWatch:
-    """Reports an output through which a gradient would be rounded.
+    """Reports, in the backward pass, a gradient that passes an output in low precision.
 
     Args:
         report: A bound method, called with no arguments and held weakly.
@@ -25,13 +25,13 @@ class PrecisionWatch:
         self._report: weakref.WeakMethod[Callable[[], None]] | None = weakref.WeakMethod(report)
 
     def __call__(self, layer: nn.Module, inputs: Any, output: Any) -> None:
-        """Report if the output, or one of its parts, is of low precision and needs a gradient."""
+        """Wait for a gradient at the output, or its parts, where they are of low precision."""
         report = None if self._report is None else self._report()
         if report is None:
             return
         for part in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(part, torch.Tensor) and part.requires_grad and is_low(part):
-                report()
+                part.register_hook(lambda _gradient: report())  # type: ignore[no-untyped-call]
 
     def __reduce__(self) -> Any:
         """Copy and pickle as a watch that reports to nobody, as the copy of a module needs it."""

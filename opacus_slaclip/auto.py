@@ -21,6 +21,8 @@ AUTO_CLIP_BOUNDS = (1e-6, 1e6)
 
 _MAX_GROWTH = 2.0  # a step; what the search may overshoot by
 _MAX_DOUBTS = 3  # looks at a release that could be understood in several ways
+_MAX_MISSES = 2  # releases in a row that find nearly all samples clipped, noise granted
+_CERTAIN = 3.0  # standard deviations of the noise
 _MIN_DESCENT = 4.0  # a step, where so few slots are resolved that 1 / K would be no step at all
 
 
@@ -43,7 +45,7 @@ class AutoController:
     From then on ``controller`` decides on ``C / reference``, so any controller becomes free of the
     scale of the gradients. For the paper's rule this replaces the gradient norm 1, by which it
     divides in ``r = s_hat[K] / C``, by a norm that the run itself has found. The search begins
-    again when nearly all samples, all but ``q / 4``, are clipped.
+    again when two releases in a row find all but ``q / 4`` of the samples clipped, noise granted.
 
     Everything it reads has been released, so it costs no privacy.
 
@@ -59,6 +61,7 @@ class AutoController:
     search_quantile: float = 0.5
     _reference: float | None = field(default=None, init=False)
     _doubts: int = field(default=0, init=False)
+    _misses: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         """Check the configuration."""
@@ -80,13 +83,14 @@ class AutoController:
     def __call__(self, clip_norm: float, indicator: SlackIndicator, /) -> float:
         """Return the next threshold."""
         if self._reference is not None:
-            is_lost = float(indicator.monotone()[0]) < self.search_quantile / 4
-            if not is_lost:
+            below = float(indicator.monotone()[0]) + _CERTAIN * indicator.noise_std
+            self._misses = self._misses + 1 if below < self.search_quantile / 4 else 0
+            if self._misses < _MAX_MISSES:
                 unit = self._reference
                 seen = replace(indicator, clip_norm=clip_norm / unit)
                 found: float = unit * self.controller(clip_norm / unit, seen)
                 return found
-            self._reference = None
+            self._reference, self._misses = None, 0
         return self._search(clip_norm, indicator)
 
     def _search(self, clip_norm: float, indicator: SlackIndicator) -> float:
@@ -111,13 +115,17 @@ class AutoController:
     def state_dict(self) -> dict[str, float]:
         """Return the reference, 0 while searching, and the state of a controller that has one."""
         state = read_controller_state(self.controller)
-        own = {"reference": self._reference or 0.0, "doubts": self._doubts}
+        own: dict[str, float] = {
+            "reference": self._reference or 0.0,
+            "doubts": self._doubts,
+            "misses": self._misses,
+        }
         return own | {f"then_{name}": value for name, value in state.items()}
 
     def load_state_dict(self, state: dict[str, float], /) -> None:
         """Take the state back."""
         self._reference = state["reference"] or None
-        self._doubts = int(state["doubts"])
+        self._doubts, self._misses = int(state["doubts"]), int(state["misses"])
         if is_stateful(self.controller):
             prefix = "then_"
             self.controller.load_state_dict(

@@ -34,7 +34,6 @@ class GhostLossTensor(DPTensorFastGradientClipping):
         optimizer: Any = self.optimizer
         try:
             module.losses = self.loss_per_sample
-            optimizer.is_in_backward = True
             module.check_uses(self.loss_per_sample)
             with full_precision(self.loss_per_sample.device.type):
                 super().backward()  # type: ignore[no-untyped-call]
@@ -44,7 +43,6 @@ class GhostLossTensor(DPTensorFastGradientClipping):
             raise
         finally:
             module.losses = None
-            optimizer.is_in_backward = False
         optimizer.note_gradients()
 
 

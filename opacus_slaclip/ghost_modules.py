@@ -54,7 +54,6 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
     _counted: frozenset[nn.Parameter] = frozenset()
     losses: torch.Tensor | None = None  # of the backward pass at hand, shape (B,)
     _num_passes: int = 0
-    _is_recomputed = False
 
     @property
     def max_grad_norm(self) -> float:
@@ -89,8 +88,6 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
                 "tokens, pass shape=(batch, length, ...) to the criterion, or average them within "
                 "each sample."
             )
-        if self._state is not None and self._state.is_rounded:
-            raise ValueError(_ROUNDED.format("low precision"))  # seen as late as a recomputation
         clip_norm = self.max_grad_norm
         factors = clip_factors(norms, clip_norm=clip_norm)
         self._check_one_sample(norms.clamp(max=clip_norm), factors)
@@ -108,8 +105,6 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
         self._num_passes += 1
         is_due = self._num_passes & (self._num_passes - 1) == 0
         if self.losses is None or len(self.losses) == 0 or not is_due:
-            return
-        if self._is_recomputed:  # torch's reentrant checkpoint gives gradients in one way only
             return
         i = self._num_passes % len(clipped)
         self.disable_hooks()
@@ -173,7 +168,11 @@ class GhostClippingMixin(GradSampleHooksFastGradientClipping):
             ValueError: If a parameter is used elsewhere, or a gradient would be rounded.
         """
         graph = _Graph.of(loss)
-        self._is_recomputed = graph.is_recomputed
+        if graph.is_recomputed:
+            raise ValueError(
+                "Ghost clipping cannot see through a reentrant checkpoint, inside which parameters "
+                "could be used unnoticed. Pass use_reentrant=False to torch.utils.checkpoint."
+            )
         if graph.rounded is not None:
             raise ValueError(_ROUNDED.format(graph.rounded))
         outside = [

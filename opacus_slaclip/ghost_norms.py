@@ -42,7 +42,7 @@ def linear_norm_sample(
         norms: _NormSamples = dict(compute_linear_norm_sample(layer, activations, backprops))
         if layer.weight.requires_grad:
             # Theirs squares each factor by itself, which can underflow where the product does not.
-            product = backprops.norm(2, dim=-1) * activations[0].to(backprops).norm(2, dim=-1)
+            product = _norm(backprops) * _norm(activations[0].to(backprops))
             lost = norms[layer.weight] < 0.9 * product
             norms[layer.weight] = torch.where(lost, product, norms[layer.weight])
         return norms

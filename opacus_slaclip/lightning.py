@@ -78,6 +78,12 @@ class ThresholdCallback(Callback):
         """Detach the recorder; its records stay."""
         self.recorder.detach()
 
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Detach the recorder after an error as well."""
+        self.recorder.detach()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the recorder's state for the checkpoint."""
         return self.recorder.state_dict()

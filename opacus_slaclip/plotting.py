@@ -70,7 +70,9 @@ def plot_threshold(
     return ax
 
 
-def plot_cdf(source: SlackIndicator | Mapping[str, Any], *, ax: Axes | None = None) -> Axes:
+def plot_cdf(
+    source: SlackIndicator | ThresholdRecorder | Mapping[str, Any], *, ax: Axes | None = None
+) -> Axes:
     """Draw one indicator as the distribution of gradient norms up to the threshold.
 
     Each bin shows the released, noisy mean of the CDF over it, within a band of 2 standard
@@ -78,13 +80,17 @@ def plot_cdf(source: SlackIndicator | Mapping[str, Any], *, ax: Axes | None = No
     The band does not cover the error of Poisson sampling.
 
     Args:
-        source: An indicator, or one record of a recorder.
+        source: An indicator, one record of a recorder, or a recorder, for its last record.
         ax: Where to draw.
 
     Raises:
         ImportError: If matplotlib is not installed and no ``ax`` is given.
+        ValueError: If the recorder has no records yet.
     """
-    indicator = source if isinstance(source, SlackIndicator) else indicator_of(source)
+    record: Any = getattr(source, "last", source)
+    if record is None:
+        raise ValueError("source must have a record to draw, got a recorder without any.")
+    indicator = record if isinstance(record, SlackIndicator) else indicator_of(record)
     ax = _axes(ax)
     edges = indicator.bin_edges.numpy()[::-1]
     values = indicator.values.numpy()[::-1]

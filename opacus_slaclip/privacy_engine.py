@@ -127,9 +127,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
             self._slaclip_module = None
         module, optimizer, *_criterion, data_loader = private
         follow_passes(data_loader, optimizer)
+        watches: dict[Any, type] = {}
+        if getattr(optimizer, "divides_before_rounding", False):
+            watches[PrecisionWatch(optimizer.note_rounding)] = nn.Module
         if kwargs.get("grad_sample_mode") != "no_op":
-            _opacus.add_forward_hooks(module, PrecisionWatch(optimizer.note_rounding))
-            _opacus.add_forward_hooks(module, refuse_reordered_rows, only=DPRNNBase)
+            watches[refuse_reordered_rows] = DPRNNBase
+        _opacus.replace_forward_hooks(module, watches)
         return private
 
     def make_private_with_epsilon(self, *, clipping: str = "flat", **kwargs: Any) -> Any:

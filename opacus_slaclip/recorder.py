@@ -21,6 +21,7 @@ from opacus_slaclip.slack import recommended_num_slots
 
 # A bound is said to be hit in most steps on the evidence of 20 to 50 of them.
 _FEWEST, _WINDOW = 20, 50
+_NEARLY_ALL = 0.9  # of the samples in the last bin
 
 
 class Writer(Protocol):
@@ -125,7 +126,8 @@ class ThresholdRecorder:
 
     def hints(self) -> list[str]:
         """Return what the records suggest to change, one sentence or two each; often nothing."""
-        return [hint for hint in (self._bound_hint(), self._noise_hint()) if hint is not None]
+        hints = (self._bound_hint(), self._rest_hint(), self._noise_hint())
+        return [hint for hint in hints if hint is not None]
 
     def _bound_hint(self) -> str | None:
         recent = list(islice(reversed(self._records), _WINDOW))
@@ -135,9 +137,22 @@ class ThresholdRecorder:
                 return (
                     f"The threshold rested on {bound}_clipbound={hits[0]:g} after {len(hits)} of "
                     f"the last {len(recent)} releases: the controller wants to go {beyond} it. "
-                    f"Pass a {remedy} {bound}_clipbound to make_private, unless that is meant."
+                    f"Pass a {remedy} {bound}_clipbound to make_private, unless that is meant"
+                    + ("." if bound == "min" else ", or lower the learning rate.")
                 )
         return None
+
+    def _rest_hint(self) -> str | None:
+        recent = list(islice(reversed(self._records), _FEWEST))
+        tiny = [record for record in recent if record.indicator[-1] > _NEARLY_ALL]
+        if len(recent) < _FEWEST or 2 * len(tiny) <= len(recent):
+            return None
+        level = recent[0].clip_norm / len(recent[0].indicator)
+        return (
+            f"Nearly all norms lie below C / K = {level:.3g}, so the noise, which is scaled by C, "
+            "is far larger than the gradients, and the paper's rule may rest there. Use "
+            "clipping='slaclip-q' or max_grad_norm='auto'."
+        )
 
     def _noise_hint(self) -> str | None:
         last = self._records[-1] if self._records else None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,6 +16,7 @@ import torch
 from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
 
 import opacus_slaclip
 from opacus_slaclip import SlackIndicator, SlaClipDPOptimizer
@@ -313,3 +317,21 @@ def vector(
             **kwargs,
         )
     return Vector(parameter, optimizer)
+
+
+# --- a process that is killed ---
+
+
+def kill_after(seconds: float, function: Callable[..., Any], *args: Any) -> None:
+    """Call a function in a copy of this process, and kill that, wherever it is by then."""
+    process = multiprocessing.get_context("fork").Process(target=_alone, args=(function, *args))
+    process.start()
+    time.sleep(seconds)
+    process.kill()
+    process.join()
+
+
+def _alone(function: Callable[..., Any], *args: Any) -> None:
+    # tqdm's lock is shared with this copy: killed while holding it, it would leave us waiting.
+    tqdm.set_lock(threading.RLock())
+    function(*args)

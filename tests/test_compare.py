@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import kill_after
 from opacus.accountants import RDPAccountant
 
 from benchmarks import cells, compare, corpora, methods, models, tasks, workers
@@ -70,7 +70,7 @@ def test_a_row_holds_what_its_readers_need(method: str) -> None:
     steps, clip_norms = zip(*row["clip_norms"], strict=True)
     assert steps == tuple(range(13))
     if methods.METHODS[method].options is not None:
-        assert clip_norms[0] == cell.clip_norm
+        assert clip_norms[0] == (cell.clip_norm if methods.METHODS[method].uses_clip_norm else 1e-4)
     assert clip_norms[-1] == pytest.approx(row["final_clip_norm"], rel=1e-3)
     assert bool(row["indicators"]) == method.startswith("slaclip")
     for step, clip_norm, values in row["indicators"]:
@@ -225,12 +225,8 @@ def test_twenty_kills_lose_nothing_and_count_nothing_twice(tmp_path: Path) -> No
     killed, finished = tmp_path / "killed.jsonl", list[Row]()
     random = np.random.default_rng(0)
     for _ in range(20):
-        arguments = ([*SMALL, *options, "--output", str(killed)],)
-        process = multiprocessing.get_context("fork").Process(target=compare.main, args=arguments)
-        process.start()
-        time.sleep(random.uniform(0, whole_run / 4))
-        process.kill()
-        process.join()
+        delay = random.uniform(0, whole_run / 4)
+        kill_after(delay, compare.main, [*SMALL, *options, "--output", str(killed)])
         assert RowFile(killed).read()[: len(finished)] == finished
         finished = RowFile(killed).read()
     rows = run_main(killed, *options)
@@ -308,7 +304,7 @@ def test_interrupting_ends_workers_and_keeps_rows(
 
 def test_the_default_pool_is_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
     pool = compare.cells(compare.parse([]))
-    assert len(pool) == len(set(pool)) == 6 * 5 * 2 * 3 * len(methods.METHODS)
+    assert len(pool) == len(set(pool)) == 6 * 5 * 2 * 3 * len(methods.PAPER)
     assert compare.main(["--dry-run", "--output", "no/such/file"]) == 0
     assert f"{len(pool)} cells to run, about" in capsys.readouterr().out
 
@@ -325,6 +321,55 @@ def test_the_best_cell_is_chosen_on_the_validation_part() -> None:
     pool = [bad, good, digits_cell(method="slaclip")]
     chosen = compare.best_cells(pool, rows, [43, 44])
     assert chosen == [replace(good, seed=43), replace(good, seed=44)]
+
+
+def test_the_best_cell_is_that_of_the_report_whatever_the_order_of_rows() -> None:
+    """The mean over seeds counts, a failed seed rules a setting out, ties go to the lower rate."""
+    scores = {0.05: (0.9, 0.2), 0.1: (0.7, 0.7), 0.2: (0.7, 0.7), 0.5: (0.95, None)}
+    rows = [
+        fake_row(cell, error="died")
+        if score is None
+        else fake_row(cell, validation_accuracy=score, test_accuracy=0.5)
+        for rate, pair in scores.items()
+        for cell, score in zip(
+            [digits_cell(learning_rate=rate, seed=seed) for seed in (0, 1)], pair, strict=True
+        )
+    ]
+    pool = [cell_of(row) for row in rows]
+    for order in (rows, rows[::-1]):
+        assert compare.best_cells(pool, order, [7]) == [digits_cell(learning_rate=0.1, seed=7)]
+
+
+def test_a_method_without_an_initial_threshold_runs_once_for_all() -> None:
+    argv = ["--methods", "slaclip", "slaclip-auto", "--clip-norms", "10", "0.1", "--seeds", "0"]
+    pool = compare.cells(compare.parse([*argv, "--schedules", "constant"]))
+    assert Counter(cell.method for cell in pool) == {"slaclip": 12, "slaclip-auto": 6}
+
+
+def test_accuracies_are_of_the_parts_they_are_named_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = tasks.load("digits", None)
+    # Whatever the model says is right on one part and wrong on the other.
+    marked = replace(split, validation=split.validation, test=split.test)
+    monkeypatch.setattr(tasks, "load", lambda name, root: marked)
+    right = {id(split.validation): 1.0, id(split.test): 0.0}
+    monkeypatch.setattr(cells, "accuracy", lambda module, part: right[id(part)])
+    row = cells.run_cell(digits_cell(), None)
+    assert (row["validation_accuracy"], row["test_accuracy"]) == (1.0, 0.0)
+
+
+def test_adaptive_clipping_runs_with_the_papers_parameters_at_the_claimed_cost() -> None:
+    """A count of sensitivity 1 beside the gradient: 1/sigma^2 = 1/sigma_g^2 + 1/sigma_b^2."""
+    sigma, split = 2.0, tasks.load("digits", None)
+    private, _ = cells._make_private(digits_cell(method="adaptive"), split, sigma)
+    optimizer: Any = private.optimizer
+    assert optimizer.unclipped_num_std == 256 / 20
+    assert optimizer.target_unclipped_quantile == 0.5
+    assert optimizer.clipbound_learning_rate == 0.2
+    # What Opacus noises the gradient with: it takes the share of a count of sensitivity 1/2 off.
+    spread = optimizer.unclipped_num_std
+    gradient_noise = (optimizer.noise_multiplier**-2 - (2 * spread) ** -2) ** -0.5
+    joint = (gradient_noise**-2 + spread**-2) ** -0.5
+    assert joint == pytest.approx(sigma, rel=1e-12)
 
 
 @pytest.mark.parametrize(

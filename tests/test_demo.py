@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from helpers import kill_after
 
 from opacus_slaclip import __main__ as command
 from opacus_slaclip.demo import DemoError
@@ -237,11 +237,7 @@ def test_twenty_kills_lose_nothing_and_count_nothing_twice(tmp_path):
     whole_run = time.monotonic() - start
     random, finished = np.random.default_rng(0), []
     for _ in range(20):
-        process = multiprocessing.get_context("fork").Process(target=demo, args=(killed, *wanted))
-        process.start()
-        time.sleep(random.uniform(0, whole_run / 4))
-        process.kill()
-        process.join()
+        kill_after(random.uniform(0, whole_run / 4), demo, killed, *wanted)
         kept = ResultFile(killed / command.RESULTS_NAME)
         kept.prepare()
         assert kept.read()[: len(finished)] == finished  # nothing lost

@@ -172,6 +172,13 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", ABSENT])
+def test_auto_is_refused_for_a_clipping_of_opacus(clipping: Any, method: str) -> None:
+    match = 'max_grad_norm="auto" does not apply to clipping=.* Pass a number, or use one of'
+    assert_refused(TypeError, match, method, clipping=clipping, max_grad_norm="auto")
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("clipping", "nearest"),
     [

@@ -700,6 +700,36 @@ def test_a_bound_that_is_hit_in_most_steps_gives_a_hint(bounds, expected):
         assert re.search(expected, hint)
 
 
+def run_of(thresholds, *, first_slot, last_slot):
+    """A recorder of made-up releases with two slots."""
+    recorder = ThresholdRecorder()
+    pairs = zip(thresholds, [*thresholds[1:], thresholds[-1]], strict=True)
+    records = [
+        {
+            "step": step,
+            "clip_norm": clip_norm,
+            "next_clip_norm": following,
+            "indicator": [first_slot, last_slot],
+            "noise_std": 0.0,
+            "expected_batch_size": 64.0,
+            "bound": None,
+        }
+        for step, (clip_norm, following) in enumerate(pairs, start=1)
+    ]
+    recorder.load_state_dict({"records": records})
+    return recorder
+
+
+@pytest.mark.parametrize(
+    ("last_slot", "length", "is_told"), [(0.95, 20, True), (0.95, 19, False), (0.85, 30, False)]
+)
+def test_a_threshold_that_rests_far_above_all_norms_gives_a_hint(last_slot, length, is_told):
+    hints = run_of([1.0] * length, first_slot=1.0, last_slot=last_slot).hints()
+    assert bool(hints) == is_told
+    if is_told:
+        assert re.search(r"below C / K = 0\.5, .*max_grad_norm='auto'", hints[0])
+
+
 def test_a_run_at_its_bound_is_warned_of_once():
     run = private(max_grad_norm=0.5, max_clipbound=0.5)
     recorder = ThresholdRecorder(run.optimizer)

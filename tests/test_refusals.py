@@ -596,26 +596,50 @@ class Recomputed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.narrow, x, use_reentrant=True)
 
 
-def test_rounding_inside_a_recomputation_is_noticed_in_ghost_mode():
+def test_a_reentrant_checkpoint_is_refused_in_ghost_mode():
     model = nn.Sequential(nn.Linear(6, 8), Recomputed(), nn.Linear(8, NUM_CLASSES))
     setup = Setup(model, params=trainable)
     module, _optimizer, criterion, _ = setup.make_private(grad_sample_mode="ghost")
     x, y = samples("mlp", 5)
-    with pytest.raises(ValueError, match="cannot pass gradients through low precision"):
+    with pytest.raises(ValueError, match=r"reentrant checkpoint.*use_reentrant=False"):
         criterion(module(x), y).backward()
 
 
-def test_a_recomputation_in_full_precision_trains_in_ghost_mode():
-    class Whole(Recomputed):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=True)
-
-    setup = Setup(nn.Sequential(nn.Linear(6, 8), Whole(), nn.Linear(8, 3)), params=trainable)
-    module, optimizer, criterion, _ = setup.make_private(grad_sample_mode="ghost")
+def test_rounding_inside_a_reentrant_checkpoint_is_noticed_in_hooks_mode():
+    model = nn.Sequential(nn.Linear(6, 8), Recomputed(), nn.Linear(8, NUM_CLASSES))
+    setup = Setup(model, params=trainable)
+    module, optimizer, _ = setup.make_private()
     x, y = samples("mlp", 5)
-    criterion(module(x), y).backward()
+    nn.functional.cross_entropy(module(x), y).backward()
+    with pytest.raises(ValueError, match="loss_reduction must be 'sum'"):
+        optimizer.step()
+
+
+def test_evaluating_in_low_precision_between_steps_is_no_rounding():
+    setup = Setup()
+    module, optimizer, _ = setup.make_private()
+    x, y = samples("mlp", 5)
+    nn.functional.cross_entropy(module(x), y).backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        module.eval()(x)  # with gradients on, and never run backward
     optimizer.step()
     assert optimizer.num_releases == 1
+
+
+def test_watching_hooks_do_not_pile_up():
+    setup = Setup()
+    module, optimizer, loader = setup.make_private()
+    before = [len(layer._forward_hooks) for layer in setup.module.modules()]
+    for _ in range(3):
+        module, optimizer, loader = setup.engine.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=loader,
+            noise_multiplier=0.3,
+            max_grad_norm=1.0,
+            clipping="slaclip",
+        )
+    assert [len(layer._forward_hooks) for layer in setup.module.modules()] == before
 
 
 def test_a_loss_in_low_precision_is_refused_in_ghost_mode():

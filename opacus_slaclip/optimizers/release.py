@@ -33,9 +33,6 @@ class SlackReleaseMixin(ThresholdMixin):
     # those that the loader's own workers fetch ahead.
     fetched_ahead: int = 0
 
-    # Ghost modes clear gradients between their two backward passes.
-    is_in_backward = False
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # torch's GradScaler reads this before it steps an optimizer; nothing else does.
@@ -209,8 +206,7 @@ class SlackReleaseMixin(ThresholdMixin):
         """Clear gradients; the slack sum lives and dies with ``summed_grad``."""
         super().zero_grad(set_to_none)
         self._state.fresh_norms = None
-        if not self.is_in_backward:
-            self._state.is_rounded = False
+        self._state.is_rounded = False
         is_between = not _opacus.last_step_was_skipped(self)
         if is_between:
             self._state.slot_sums = None
