@@ -209,6 +209,11 @@ def test_an_interrupt_keeps_the_finished_runs(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.count("finished before") == 1
 
 
+def _obeys_interrupts():
+    """Undo what nohup and background jobs do: a process that inherits it never sees Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_stopped_process_keeps_what_was_finished(tmp_path, sent, code):
@@ -216,7 +221,12 @@ def test_a_stopped_process_keeps_what_was_finished(tmp_path, sent, code):
     before = (tmp_path / command.RESULTS_NAME).read_bytes()
     # Far more epochs than it will live for.
     endless = [sys.executable, "-m", "opacus_slaclip", "--output", tmp_path, "--epochs", "5000"]
-    with subprocess.Popen(endless, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        endless,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=_obeys_interrupts,
+    ) as process:
         first = process.stderr.read(1)  # of the progress bar: training has begun
         process.send_signal(sent)
         error = (first + process.stderr.read()).decode()
