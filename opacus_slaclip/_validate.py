@@ -73,7 +73,9 @@ def is_float32_positive(number: float) -> bool:
 def check_flag(name: str, value: object) -> bool:
     """Return ``value`` if it is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}).")
+        raise TypeError(
+            f"{name} must be True or False, got {value!r} ({type(value).__name__}). Pass a bool."
+        )
     return value
 
 

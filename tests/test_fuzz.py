@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_slaclip import FixedController, PrivacyEngine, SlaClipController
+from opacus_slaclip import AutoController, FixedController, PrivacyEngine, SlaClipController
 
 NUMBERS = st.sampled_from(
     [0.0, 1e-50, 1e-30, 1e-3, 0.1, 0.5, 1.0, 2, 50.0, 1e30, 1e300, -1.0, math.inf, math.nan]
@@ -21,14 +21,24 @@ JUNK = st.sampled_from([None, "1", True, [1.0], object()])
 ANYTHING = NUMBERS | JUNK
 OPTIONS = {
     "noise_multiplier": NUMBERS | JUNK,
-    "max_grad_norm": ANYTHING,
+    "max_grad_norm": ANYTHING | st.just("auto"),
+    "rescale_to_unit_norm": st.sampled_from([True, False, 1, None, "yes"]),
     "num_slots": st.sampled_from([None, 1, 3, 0, -2, 2.0, True, "4", 10**9]),
     "clipbound_learning_rate": ANYTHING,
     "target_unclipped_quantile": ANYTHING,
     "min_clipbound": ANYTHING,
     "max_clipbound": ANYTHING,
     "controller": st.sampled_from(
-        [None, FixedController(), SlaClipController(), lambda c, _: 2 * c, "slaclip", 3]
+        [
+            None,
+            FixedController(),
+            SlaClipController(),
+            AutoController(),
+            lambda c, _: 2 * c,
+            lambda c: c,
+            "slaclip",
+            3,
+        ]
     ),
     "loss_reduction": st.sampled_from(["mean", "sum", "max"]),
     "grad_sample_mode": st.sampled_from(
@@ -111,8 +121,9 @@ def test_every_combination_works_or_explains_itself(arguments):
         if made is None:
             return
         optimizer = step(arguments, *made)
-    low = arguments.get("min_clipbound", 0.1)
-    high = arguments.get("max_clipbound", 50.0)
+    bounds = (1e-6, 1e6) if arguments["max_grad_norm"] == "auto" else (0.1, 50.0)
+    low = arguments.get("min_clipbound", bounds[0])
+    high = arguments.get("max_clipbound", bounds[1])
     assert optimizer.num_releases == 1
     assert type(optimizer.max_grad_norm) is float
     assert low <= optimizer.max_grad_norm <= high
