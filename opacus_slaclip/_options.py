@@ -25,7 +25,7 @@ CONTROLLERS: dict[str, type[SlaClipController] | type[SlaClipQController]] = {
     "slaclip-q": SlaClipQController,
 }
 
-# The first two are ours alone; the others are Opacus's own names for its adaptive clipping.
+# Ours alone; the other options have Opacus's own names for its adaptive clipping.
 ONLY_OURS = ("num_slots", "controller", "rescale_to_unit_norm")
 _AUTO = "auto"
 DEFAULT_CLIP_BOUNDS = (0.1, 50.0)

@@ -151,6 +151,8 @@ def followed(batch_sampler: Any) -> Any:
 
     Gradients may be accumulated over several of its batches, so it does not ask for a step each.
     """
+    if isinstance(batch_sampler, _FollowedSampler):  # by an earlier make_private
+        return batch_sampler
     parent = type(batch_sampler)
     methods = {
         "__iter__": lambda self: self._followed(parent.__iter__(self)),

@@ -1018,3 +1018,20 @@ def test_a_closure_takes_the_step_of_flat_clipping(case):
 
     assert same(ours.parameters, theirs.parameters)
     assert ours.history == theirs.history
+
+
+@hooks_and_ghost
+def test_an_initialization_step_beside_a_gradient_frozen_since_is_refused(case):
+    """At a learning rate of 0 an un-noised gradient would still enter the momentum."""
+    run = make(case, torch_optimizer=TORCH_OPTIMIZERS["sgd"])
+    first, *others = run.optimizer.params
+    first.requires_grad_(False)
+    first.grad = torch.ones_like(first)
+    for p in others:
+        p.grad = torch.zeros_like(p)
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+
+    with pytest.raises(RuntimeError, match="still has a gradient"):
+        run.optimizer.step()
+    assert not run.optimizer.original_optimizer.state

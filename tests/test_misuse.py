@@ -220,6 +220,28 @@ def test_batch_samplers_of_any_class_are_followed():
         list(physical)
 
 
+def test_a_sampler_that_is_followed_already_reports_each_pass_once():
+    """A second make_private would else see a pass begin inside every pass."""
+    run = private("mlp", poisson_sampling=False)
+    _, optimizer, loader = run.engine.make_private(
+        module=run.model,
+        optimizer=run.optimizer,
+        data_loader=run.loader,
+        noise_multiplier=0.3,
+        max_grad_norm=1.0,
+        clipping="slaclip",
+        poisson_sampling=False,
+    )
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
+    ) as physical:
+        for x, y in physical:
+            optimizer.zero_grad()
+            run.criterion(run.model(x), y).backward()
+            optimizer.step()
+    assert optimizer.num_releases == len(loader)
+
+
 def test_announcing_physical_batches_by_hand_needs_no_loader():
     run = private("mlp")
     for do_skip in (True, True, False):

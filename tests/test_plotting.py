@@ -334,3 +334,14 @@ def test_a_real_run_can_be_drawn(ax):
 
     assert len(quads(ax)) == 30
     drawn(ax)
+
+
+def test_the_distribution_of_a_recorder_is_that_of_its_last_record(ax):
+    records = [record(1, 1.0, [0.5, 0.2]), record(2, 2.0, [0.9, 0.4])]
+    plot_cdf(recorder_of(records), ax=ax)
+    assert ax.get_xlim() == (0.0, pytest.approx(1.04 * 2.0))
+
+
+def test_a_recorder_without_records_has_no_distribution(ax):
+    with pytest.raises(ValueError, match="must have a record to draw"):
+        plot_cdf(ThresholdRecorder(), ax=ax)

@@ -948,6 +948,17 @@ def test_lightning_logs_nothing_new_for_a_physical_batch_that_releases_nothing(t
     assert 1 < len(records) < len(rows) < trainer.global_step
 
 
+def test_lightning_lets_go_of_the_optimizer_after_an_error():
+    from opacus_slaclip.lightning import ThresholdCallback
+
+    callback = ThresholdCallback()
+    run = private()
+    callback.recorder.attach(run.optimizer)
+    callback.on_exception(None, None, KeyboardInterrupt())
+    run.step(samples("mlp", 5))
+    assert len(callback.recorder) == 0
+
+
 @pytest.mark.parametrize("count", [0, 2])
 def test_lightning_needs_one_private_optimizer(count):
     pytest.importorskip("lightning")

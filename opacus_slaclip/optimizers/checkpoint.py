@@ -71,7 +71,7 @@ def read_param_groups(param_groups: Sequence[dict[str, Any]]) -> SavedRelease | 
             initial_max_grad_norm=float(entries[_PREFIX + "initial_max_grad_norm"]),
             num_slots=int(entries[_PREFIX + "num_slots"]),
             num_releases=int(entries[_PREFIX + "num_releases"]),
-            # Checkpoints of versions before 0.2 do not have it.
+            # Older checkpoints do not have it.
             rescale_to_unit_norm=bool(entries.get(_PREFIX + "rescale_to_unit_norm", False)),
             controller_state={
                 key.removeprefix(_CONTROLLER_PREFIX): value
