@@ -354,6 +354,8 @@ class _Graph:
     def of(cls, loss: torch.Tensor) -> _Graph:
         graph = cls(Counter(), loss.dtype if is_low(loss) else None)
         seen, waiting = set(), [loss.grad_fn]
+        if loss.grad_fn is not None:
+            graph._look_at(loss.grad_fn)
         while waiting:
             for function, _ in getattr(waiting.pop(), "next_functions", ()):
                 if hasattr(function, "variable"):

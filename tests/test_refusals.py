@@ -605,6 +605,22 @@ def test_a_reentrant_checkpoint_is_refused_in_ghost_mode():
         criterion(module(x), y).backward()
 
 
+def test_a_reentrant_checkpoint_around_the_loss_itself_is_refused_in_ghost_mode():
+    class Whole(nn.CrossEntropyLoss):
+        def forward(self, outputs, target):
+            return torch.utils.checkpoint.checkpoint(
+                super().forward, outputs, target, use_reentrant=True
+            )
+
+    setup = Setup()
+    module, _optimizer, criterion, _ = setup.make_private(
+        grad_sample_mode="ghost", criterion=Whole()
+    )
+    x, y = samples("mlp", 5)
+    with pytest.raises(ValueError, match=r"reentrant checkpoint.*use_reentrant=False"):
+        criterion(module(x), y).backward()
+
+
 def test_rounding_inside_a_reentrant_checkpoint_is_noticed_in_hooks_mode():
     model = nn.Sequential(nn.Linear(6, 8), Recomputed(), nn.Linear(8, NUM_CLASSES))
     setup = Setup(model, params=trainable)
