@@ -19,6 +19,7 @@ import numpy as np
 import opacus
 import torch
 from opacus.accountants.utils import get_noise_multiplier
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch.utils.data import DataLoader
 
 import opacus_slaclip
@@ -139,6 +140,7 @@ def _train_and_test(cell: Cell, split: tasks.Split) -> Row:
         "final_clip_norm": _finite(recorder.clip_norms[-1]),
         "diverged": not finite,
         "grad_sample_mode": mode,
+        "physical_batch_size": methods.physical_batch_size(cell.model, cell.method),
         "clip_norms": recorder.thinned_clip_norms(),
         "indicators": recorder.indicators,
     }
@@ -217,18 +219,35 @@ def train(cell: Cell, private: methods.Private, num_steps: int) -> Recorder:
     optimizer = private.optimizer
     recorder = Recorder(optimizer, num_steps)
     private.module.train()
-    # Passes without end: Opacus's number of steps in a pass is not always ceil(N / B).
-    passes = itertools.chain.from_iterable(itertools.repeat(private.loader))
-    for step, (inputs, labels) in enumerate(itertools.islice(passes, num_steps), start=1):
-        if cell.schedule == "cosine":
-            factor = (1 + math.cos(math.pi * (step - 1) / num_steps)) / 2
-            for group in optimizer.param_groups:
-                group["lr"] = cell.learning_rate * factor
-        optimizer.zero_grad()
-        private.criterion(private.module(inputs), labels).backward()
-        optimizer.step()
-        recorder.after_step(step)
+    step = 0
+    with _physical_batches(cell, private) as loader:
+        # Passes without end: Opacus's number of steps in a pass is not always ceil(N / B).
+        for inputs, labels in itertools.chain.from_iterable(itertools.repeat(loader)):
+            if cell.schedule == "cosine":
+                factor = (1 + math.cos(math.pi * step / num_steps)) / 2
+                for group in optimizer.param_groups:
+                    group["lr"] = cell.learning_rate * factor
+            optimizer.zero_grad()
+            private.criterion(private.module(inputs), labels).backward()
+            optimizer.step()
+            if optimizer._is_last_step_skipped:  # the logical batch goes on
+                continue
+            step += 1
+            recorder.after_step(step)
+            if step == num_steps:
+                break
     return recorder
+
+
+def _physical_batches(
+    cell: Cell, private: methods.Private
+) -> contextlib.AbstractContextManager[DataLoader[Any]]:
+    limit = methods.physical_batch_size(cell.model, cell.method)
+    if limit is None:
+        return contextlib.nullcontext(private.loader)
+    return BatchMemoryManager(
+        data_loader=private.loader, max_physical_batch_size=limit, optimizer=private.optimizer
+    )
 
 
 def accuracy(module: torch.nn.Module, samples: tasks.Samples) -> float:

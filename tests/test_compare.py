@@ -88,8 +88,26 @@ def test_a_row_holds_what_its_readers_need(method: str) -> None:
     assert set(row) == {
         *("cell", "noise_multiplier", "num_steps", "epsilon_spent", "validation_accuracy"),
         *("test_accuracy", "final_clip_norm", "grad_sample_mode", "seconds", "clip_norms"),
-        *("indicators", "versions", "machine", "diverged"),
+        *("indicators", "versions", "machine", "diverged", "physical_batch_size"),
     }
+
+
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_physical_batches_leave_the_step_as_it_is(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = digits_cell(method=method, schedule="cosine")
+    whole = cells.run_cell(cell, None)
+    monkeypatch.setattr(methods, "PHYSICAL_BATCH_SIZES", {"digits_cnn": 50})
+    split = cells.run_cell(cell, None)
+    assert whole["physical_batch_size"] is None
+    assert split["physical_batch_size"] == (None if method == "adaptive" else 50)
+    for same in ("num_steps", "epsilon_spent", "noise_multiplier"):
+        assert split[same] == whole[same]
+    # To the rounding of sums, which may tip one of 143 or 360 samples.
+    for close, tolerance in (("validation_accuracy", 1.5 / 143), ("test_accuracy", 1.5 / 360)):
+        assert split[close] == pytest.approx(whole[close], abs=tolerance)
+    assert np.array(split["clip_norms"]) == pytest.approx(np.array(whole["clip_norms"]), rel=1e-3)
 
 
 @pytest.mark.parametrize("batch_size", [14, 256])  # 93 steps an epoch, of which Opacus takes 92
@@ -123,6 +141,7 @@ def test_long_runs_are_thinned_to_first_and_last() -> None:
 def test_cosine_ends_at_zero_and_begins_at_the_rate() -> None:
     class Spy:
         max_grad_norm = 1.0
+        _is_last_step_skipped = False
         param_groups = ({"lr": 0.1},)
         rates: tuple[float, ...] = ()
 
