@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from opacus_slaclip import PrivacyEngine
+from benchmarks import ideas
+from opacus_slaclip import PrivacyEngine, SlaClipController
 
 # Models whose step takes half as long in ghost mode as with hooks, on one core at the task's batch
 # size. For digits_cnn, small_cnn, name_lstm and cifar_cnn ghost mode takes as long or longer.
@@ -25,26 +26,32 @@ _MIN_CLIPBOUND, _MAX_CLIPBOUND = 0.1, 50.0
 _BASELINES = ("auto-s", "dc-sgd-e")
 
 
+Options = Callable[[float, int, int], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Method:
     """How to make a model private.
 
     Attributes:
-        options: Keyword arguments of the engine's ``make_private``, from ``C_0`` and the batch
-            size; they may replace ``max_grad_norm``. None for a baseline written in this folder.
+        options: Keyword arguments of the engine's ``make_private``, from ``C_0``, the batch size
+            and the number of parameters; they may replace ``max_grad_norm``. None for a baseline
+            written in this folder.
         ghost: Whether it can run in ghost mode.
         uses_clip_norm: Whether ``C_0`` makes a difference; where not, one is as good as all.
         virtual_batches: Whether a step may come in several physical batches.
+        change: What is done to the private optimizer before training.
     """
 
-    options: Callable[[float, int], dict[str, Any]] | None
+    options: Options | None
     ghost: bool = False
     uses_clip_norm: bool = True
     virtual_batches: bool = True
+    change: Callable[[Any], None] | None = None
 
 
-def _clipping(name: str) -> Callable[[float, int], dict[str, Any]]:
-    return lambda clip_norm, batch_size: {"clipping": name}
+def _clipping(name: str) -> Options:
+    return lambda clip_norm, *rest: {"clipping": name}
 
 
 def _bounds(clip_norm: float) -> dict[str, Any]:
@@ -55,23 +62,34 @@ def _bounds(clip_norm: float) -> dict[str, Any]:
     }
 
 
-def _slaclip(name: str) -> Callable[[float, int], dict[str, Any]]:
-    return lambda clip_norm, batch_size: {"clipping": name} | _bounds(clip_norm)
+def _slaclip(name: str) -> Options:
+    return lambda clip_norm, *rest: {"clipping": name} | _bounds(clip_norm)
 
 
-def _unit(name: str) -> Callable[[float, int], dict[str, Any]]:
+def _unit(name: str) -> Options:
     """Beyond the paper: the release is divided by the threshold it was clipped at."""
     plain = _slaclip(name)
     return lambda *cell: plain(*cell) | {"rescale_to_unit_norm": True}
 
 
-def _auto(name: str) -> Callable[[float, int], dict[str, Any]]:
+def _auto(name: str) -> Options:
     """Beyond the paper: no C_0 either, whatever the cell says."""
     auto = {"max_grad_norm": "auto", "rescale_to_unit_norm": True}
-    return lambda clip_norm, batch_size: {"clipping": name} | auto
+    return lambda clip_norm, *rest: {"clipping": name} | auto
 
 
-def _adaptive(clip_norm: float, batch_size: int) -> dict[str, Any]:
+def _averaged(clip_norm: float, *rest: int) -> dict[str, Any]:
+    options = _unit("slaclip")(clip_norm, *rest)
+    controller = SlaClipController(options.pop("clipbound_learning_rate"))
+    return options | {"controller": ideas.AveragingController(controller)}
+
+
+def _trade_off(clip_norm: float, batch_size: int, num_parameters: int) -> dict[str, Any]:
+    auto = _auto("slaclip")(clip_norm, batch_size, num_parameters)
+    return auto | {"controller": ideas.TradeOffController(num_parameters)}
+
+
+def _adaptive(clip_norm: float, batch_size: int, num_parameters: int) -> dict[str, Any]:
     counting = {"unclipped_num_std": batch_size / 20, "target_unclipped_quantile": 0.5}
     return {"clipping": "adaptive"} | counting | _bounds(clip_norm)
 
@@ -102,7 +120,12 @@ BEYOND: dict[str, Method] = {
     "slaclip-auto": Method(_auto("slaclip"), ghost=True, uses_clip_norm=False),
     "slaclip-q-auto": Method(_auto("slaclip-q"), ghost=True, uses_clip_norm=False),
 }
-METHODS: dict[str, Method] = PAPER | BEYOND
+IDEAS: dict[str, Method] = {
+    "slaclip-average": Method(_averaged, ghost=True),
+    "slaclip-trade-off": Method(_trade_off, ghost=True, uses_clip_norm=False),
+    "slaclip-ends": Method(_unit("slaclip"), change=ideas.release_ends_only),
+}
+METHODS: dict[str, Method] = PAPER | BEYOND | IDEAS
 
 
 @dataclass(frozen=True)
@@ -158,8 +181,14 @@ def make_private(
         from benchmarks import baselines
 
         return _private(engine, criterion, baselines.make_private(method, engine, **common))
-    common |= options(clip_norm, batch_size) | {"grad_sample_mode": mode, "criterion": criterion}
-    return _private(engine, criterion, engine.make_private(**common))
+    num_parameters = sum(p.numel() for p in module.parameters())
+    common |= options(clip_norm, batch_size, num_parameters)
+    common |= {"grad_sample_mode": mode, "criterion": criterion}
+    private = _private(engine, criterion, engine.make_private(**common))
+    change = METHODS[method].change
+    if change is not None:
+        change(private.optimizer)
+    return private
 
 
 def _private(engine: PrivacyEngine, criterion: Any, made: tuple[Any, ...]) -> Private:
