@@ -37,7 +37,7 @@ def heatmaps(group: Group) -> Figure:
 
     All panels share one color scale, which ends 20 points below the best cell at the lowest: what
     is worse has the darkest color, and every cell its number. A frame marks the cell chosen by
-    validation accuracy.
+    validation accuracy. The cells of a method without C_0 reach over all of them.
     """
     schedules = sorted({config.schedule for config in group.configs})
     rates = sorted({config.learning_rate for config in group.configs})
@@ -83,41 +83,50 @@ def _heatmap(
     clips: list[float],
     scale: Normalize,
 ) -> Any:
-    values = np.full((len(clips), len(rates)), np.nan)
+    size = len(clips) if pool.has_start else 1
+    values = np.full((size, len(rates)), np.nan)
     cells = {
-        config: (clips.index(config.clip_norm), rates.index(config.learning_rate))
+        config: (clips.index(config.clip_norm) if pool.has_start else 0, rates.index(rate))
         for config in pool.configs
+        for rate in [config.learning_rate]
         if config.schedule == schedule
     }
     for config, cell in cells.items():
         mean = pool.mean("test", config)
         values[cell] = np.nan if mean is None else 100 * mean
     colors = colormaps[_MAP].with_extremes(bad="white")
-    image = axes.imshow(values, cmap=colors, norm=scale, origin="lower", aspect="auto")
+    height = len(clips) / size
+    extent = (-0.5, len(rates) - 0.5, -0.5, len(clips) - 0.5)
+    image = axes.imshow(
+        values, cmap=colors, norm=scale, origin="lower", aspect="auto", extent=extent
+    )
+
+    def square(row: int, column: int, **style: Any) -> Rectangle:
+        corner = (column - 0.5, row * height - 0.5)
+        return Rectangle(corner, 1.0, height, fill=False, clip_on=False, **style)
+
+    def write(row: int, column: int, text: str, **style: Any) -> None:
+        middle = (row + 0.5) * height - 0.5
+        axes.text(column, middle, text, ha="center", va="center", fontsize=8, **style)
+
     for row, column in np.ndindex(*values.shape):
         if np.isnan(values[row, column]):
-            axes.add_patch(_square(row, column, hatch="////", edgecolor="#BBBBBB", linewidth=0))
+            axes.add_patch(square(row, column, hatch="////", edgecolor="#BBBBBB", linewidth=0))
         else:
             value = values[row, column]
-            ink = _ink(colors(scale(value)))
-            axes.text(column, row, f"{value:.1f}", ha="center", va="center", color=ink, fontsize=8)
+            write(row, column, f"{value:.1f}", color=_ink(colors(scale(value))))
     for config in set(pool.errors) & cells.keys():
-        row, column = cells[config]
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-        axes.text(column, row, "error", ha="center", va="center", fontsize=8, bbox=box)
+        write(*cells[config], "error", bbox=box)
     if pool.best in cells:
-        row, column = cells[pool.best]
         for color, width in (("white", 4.0), ("black", 2.0)):
-            axes.add_patch(_square(row, column, edgecolor=color, linewidth=width, zorder=3))
+            frame = {"edgecolor": color, "linewidth": width, "zorder": 3}
+            axes.add_patch(square(*cells[pool.best], **frame))
     axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
     axes.set_yticks(range(len(clips)), [f"{clip:g}" for clip in clips])
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
     return image
-
-
-def _square(row: int, column: int, **style: Any) -> Rectangle:
-    return Rectangle((column - 0.5, row - 0.5), 1.0, 1.0, fill=False, clip_on=False, **style)
 
 
 def _ink(color: tuple[float, ...]) -> str:
@@ -129,7 +138,7 @@ def _ink(color: tuple[float, ...]) -> str:
 
 def _heatmap_legend(figure: Figure, group: Group) -> None:
     handles = [Patch(fill=False, edgecolor="black", linewidth=2.0, label="best by validation")]
-    complete = len(group.configs) * len(group.pools)
+    complete = sum(map(group.expected_size, group.pools.values()))
     if sum(len(pool.means("test")) for pool in group.pools.values()) < complete:
         hatched = {"hatch": "/////", "edgecolor": "#AAAAAA", "linewidth": 0}
         handles.append(Patch(fill=False, label="not run, or error", **hatched))
@@ -186,8 +195,9 @@ def _line(pool: Pool, several_schedules: bool) -> tuple[str, np.ndarray]:
         for values in [pool.test_accuracies(config)]
         if values and (config.clip_norm, config.schedule) == (best.clip_norm, best.schedule)
     ]
-    schedule = f", {best.schedule}" if several_schedules else ""
-    return f"{pool.method} ($C_0$ = {best.clip_norm:g}{schedule})", np.array(found).T
+    start = f"$C_0$ = {best.clip_norm:g}" if pool.has_start else ""
+    chosen = ", ".join(filter(None, [start, best.schedule if several_schedules else ""]))
+    return pool.method + (f" ({chosen})" if chosen else ""), np.array(found).T
 
 
 def _draw_line(axes: Axes, shift: float, values: np.ndarray, **style: Any) -> None:

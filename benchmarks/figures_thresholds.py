@@ -74,10 +74,11 @@ def best_trajectories(group: Group) -> Figure | None:
         track = trajectory(pool.finished_runs(pool.best)) if pool.best else None
         if track is None or pool.best is None:
             continue
-        label = f"{pool.method} (lr {pool.best.learning_rate:g}, $C_0$ = {pool.best.clip_norm:g})"
+        start = f", $C_0$ = {pool.best.clip_norm:g}" if pool.has_start else ""
+        label = f"{pool.method} (lr {pool.best.learning_rate:g}{start})"
         every = max(1, len(track) // 6)
-        start = index % every
-        _draw_track(axes, track, label=label, markevery=(start, every), **looks[pool.method])
+        marks = (index % every, every)
+        _draw_track(axes, track, label=label, markevery=marks, **looks[pool.method])
     if not axes.lines:
         return None
     _finish(axes)
@@ -112,8 +113,8 @@ def starts(group: Group) -> Figure | None:
     def draw(axes: Axes, method: str) -> None:
         for clip, track in moving[method].items():
             label = f"$C_0$ = {clip:g}"
-            start = {"markevery": [0], "clip_on": False, "zorder": 4}
-            _draw_track(axes, track, label=label, **start, **looks[clip])
+            at_start = {"markevery": [0], "clip_on": False, "zorder": 4}
+            _draw_track(axes, track, label=label, **at_start, **looks[clip])
         best = group.pools[method].best
         if best is not None:
             axes.set_title(f"{method} (lr {best.learning_rate:g})")

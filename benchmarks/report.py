@@ -5,7 +5,7 @@
 Reads the rows of ``benchmarks.compare`` and writes, per task, model and privacy budget, heatmaps,
 accuracy against the learning rate, threshold trajectories and released distributions of gradient
 norms; ``report.md`` with the tables and figures; and the numbers as ``best.csv``,
-``robustness.csv`` and ``pool.csv``. The same rows give the same bytes.
+``robustness.csv``, ``pool.csv`` and, where methods without C_0 ran, ``translated.csv``. The same rows give the same bytes.
 """
 
 from __future__ import annotations
@@ -96,8 +96,11 @@ def write_report(rows: Rows, output_dir: Path, command: str) -> list[Path]:
         ("best", tables.best_of_pool),
         ("robustness", tables.robustness),
         ("pool", tables.pool_cells),
+        ("translated", tables.translated),
     ):
-        files[f"{name}.csv"] = tables.to_csv(groups, [make(each) for each in groups])
+        records = [make(each) for each in groups]
+        if any(records):
+            files[f"{name}.csv"] = tables.to_csv(groups, records)
     files["report.md"] = "\n\n".join(["# Results", *sections, _origin(rows, command)]) + "\n"
     for name, content in files.items():
         data = content.encode() if isinstance(content, str) else content
@@ -128,6 +131,9 @@ def _section(each: Group, kinds: Iterable[str]) -> str:
         tables.robustness_markdown(each),
         tables.robustness_note(each),
     ]
+    free = tables.translated_markdown(each)
+    if free:
+        parts += ["**Nothing tuned but what flat needs**", free, tables.TRANSLATED_NOTE]
     for kind in kinds:
         caption = FIGURES[kind][1]
         parts += [f"![{each.title}: {kind}]({each.name}-{kind}.png)", caption]

@@ -28,7 +28,12 @@ CLASSES = {
     "names": 18,
 }
 WITHIN = 0.02  # "close to the best": two points of accuracy
-_METHODS = ("flat", "auto-s", "dc-sgd-e", "adaptive", "slaclip", "slaclip-q")
+_METHODS = (
+    *("flat", "auto-s", "dc-sgd-e", "adaptive", "slaclip", "slaclip-q", "slaclip-unit"),
+    *("slaclip-q-unit", "slaclip-auto", "slaclip-q-auto"),
+)
+# Methods that take no C_0: one threshold of the pool stands for all.
+_WITHOUT_START = ("slaclip-auto", "slaclip-q-auto", "slaclip-trade-off")
 _ROUNDING = 1e-9  # means of equal accuracies may differ in their last bits
 
 
@@ -44,6 +49,15 @@ class Pool:
     def configs(self) -> list[Config]:
         """The configurations that were tried, sorted."""
         return sorted({config for config, _ in self.runs})
+
+    @property
+    def has_start(self) -> bool:
+        """Whether the method takes an initial threshold."""
+        return self.method not in _WITHOUT_START
+
+    def start(self, config: Config | None) -> float | None:
+        """Return a configuration's initial threshold, None if there is none."""
+        return config.clip_norm if config is not None and self.has_start else None
 
     @cached_property
     def seeds(self) -> list[int]:
@@ -141,6 +155,12 @@ class Group:
     def configs(self) -> list[Config]:
         """The union of the methods' pools, sorted."""
         return sorted({config for pool in self.pools.values() for config in pool.configs})
+
+    def expected_size(self, pool: Pool) -> int:
+        """Return how many configurations a method's pool has when it is complete."""
+        if pool.has_start:
+            return len(self.configs)
+        return len({(config.learning_rate, config.schedule) for config in self.configs})
 
     @cached_property
     def best_test(self) -> float | None:

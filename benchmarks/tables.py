@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterable, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, stdev, variance
 from typing import Any
 
 from benchmarks.report_pools import WITHIN, Group, Pool
@@ -25,6 +26,14 @@ _BEST_HEAD = (
 _ROBUST_HEAD = (
     "method | mean, % | within 2 points of its best | of the best of all | collapsed | errors | "
     "pool | seeds"
+)
+_TRANSLATED_HEAD = (
+    "method | learning rate | test, % (n) | best cell of | test, % (n) | difference, points"
+)
+TRANSLATED_NOTE = (
+    "Methods without C_0 at a single learning rate, that of flat's best cell by validation times "
+    "its C, against the best cell by validation of every other method's whole pool. ± is the "
+    "standard error of the difference by the seeds of both (n each)."
 )
 _STUCK = {
     "names": " Predicting the most frequent class (9,384 of 20,050 names are Russian) scores 47 %, "
@@ -47,14 +56,14 @@ def _best(group: Group, pool: Pool) -> dict[str, Any]:
     return {
         "method": pool.method,
         "learning_rate": best.learning_rate if best else None,
-        "clip_norm": best.clip_norm if best else None,
+        "clip_norm": pool.start(best),
         "schedule": best.schedule if best else None,
         "validation_mean": pool.mean("validation", best) if best else None,
         "test_mean": fmean(tests) if tests else None,
         "test_std": stdev(tests) if len(tests) > 1 else None,
         "num_seeds": len(tests),
         "pool_size": len(pool.configs),
-        "pool_expected": len(group.configs),
+        "pool_expected": group.expected_size(pool),
         "pool_seeds": " ".join(map(str, pool.seeds)),
     }
 
@@ -84,9 +93,75 @@ def _robustness(group: Group, pool: Pool) -> dict[str, Any]:
         "num_errors": len(pool.errors),
         "num_finished": len(means),
         "pool_size": size,
-        "pool_expected": len(group.configs),
+        "pool_expected": group.expected_size(pool),
         "pool_seeds": " ".join(map(str, pool.seeds)),
     }
+
+
+def translated(group: Group) -> list[dict[str, Any]]:
+    """Compare methods without C_0 at one learning rate with the best of every pool.
+
+    The rate is ``learning rate x C`` of flat's best cell by validation, at its schedule: what a
+    step of unit length multiplies at a constant threshold.
+
+    Returns:
+        A record for each pair of a method without C_0 that ran there and a method with one:
+        ``difference`` of the mean test accuracies, and ``difference_std``, its standard error by
+        the seeds of both, None where one of them has a single seed.
+    """
+    flat = group.pools.get("flat")
+    if flat is None or flat.best is None:
+        return []
+    rate, schedule = flat.best.learning_rate * flat.best.clip_norm, flat.best.schedule
+    records = []
+    for free in (pool for pool in group.pools.values() if not pool.has_start):
+        ours = [
+            accuracy
+            for config in free.configs
+            if math.isclose(config.learning_rate, rate) and config.schedule == schedule
+            for accuracy in free.test_accuracies(config)
+        ]
+        for rival in (pool for pool in group.pools.values() if ours and pool.has_start):
+            theirs = rival.test_accuracies(rival.best) if rival.best else []
+            if theirs:
+                records.append(_difference(free.method, rate, ours, rival.method, theirs))
+    return records
+
+
+def _difference(
+    method: str, rate: float, ours: list[float], rival: str, theirs: list[float]
+) -> dict[str, Any]:
+    has_std = min(len(ours), len(theirs)) > 1
+    variances = [variance(values) / len(values) for values in (ours, theirs)] if has_std else []
+    return {
+        "method": method,
+        "learning_rate": rate,
+        "test_mean": fmean(ours),
+        "num_seeds": len(ours),
+        "rival": rival,
+        "rival_test_mean": fmean(theirs),
+        "rival_num_seeds": len(theirs),
+        "difference": fmean(ours) - fmean(theirs),
+        "difference_std": math.sqrt(sum(variances)) if has_std else None,
+    }
+
+
+def translated_markdown(group: Group) -> str:
+    """Return the table of :func:`translated`, empty if there is nothing to compare."""
+    rows = []
+    for record in translated(group):
+        noise = record["difference_std"]
+        rows.append(
+            [
+                record["method"],
+                _number(record["learning_rate"]),
+                f"{_percent(record['test_mean'])} ({record['num_seeds']})",
+                record["rival"],
+                f"{_percent(record['rival_test_mean'])} ({record['rival_num_seeds']})",
+                f"{100 * record['difference']:+.2f}" + (f" ± {_percent(noise)}" if noise else ""),
+            ]
+        )
+    return _markdown(_TRANSLATED_HEAD, rows) if rows else ""
 
 
 def pool_cells(group: Group) -> list[dict[str, Any]]:
@@ -95,7 +170,7 @@ def pool_cells(group: Group) -> list[dict[str, Any]]:
         {
             "method": pool.method,
             "learning_rate": config.learning_rate,
-            "clip_norm": config.clip_norm,
+            "clip_norm": pool.start(config),
             "schedule": config.schedule,
             "validation_mean": pool.mean("validation", config),
             "test_mean": pool.mean("test", config),

@@ -11,7 +11,7 @@ import pytest
 from matplotlib import rcParams
 from matplotlib.patches import Rectangle
 
-from benchmarks import report, tables
+from benchmarks import methods, report, report_pools, tables
 from benchmarks.figure_style import styles
 from benchmarks.figures import accuracy_lines, heatmaps
 from benchmarks.figures_thresholds import best_trajectories, indicator_curves, starts, trajectory
@@ -273,6 +273,66 @@ def test_a_diverged_run_has_collapsed_and_without_accuracy_counts_as_chance(tmp_
     assert pool.best == Config(0.1, 1.0, "constant")
 
 
+# Methods without C_0
+
+
+def test_what_the_report_knows_of_methods_is_what_they_are():
+    named = report_pools._METHODS
+    assert set(named) == {*methods.PAPER, *methods.BEYOND}
+    free = {name for name, method in methods.METHODS.items() if not method.uses_clip_norm}
+    assert set(report_pools._WITHOUT_START) == free
+
+
+def without_start(rates, **cell):
+    return [
+        row(0.9, method="slaclip-auto", learning_rate=rate, clip_norm=0.1, **cell) for rate in rates
+    ]
+
+
+def test_a_method_without_a_start_has_a_whole_pool_in_one_cell_a_rate(tmp_path):
+    each = only_group(tmp_path, grid() + without_start((0.1, 0.5)))
+    record = tables.best_of_pool(each)[-1]
+    assert (record["pool_size"], record["pool_expected"], record["clip_norm"]) == (2, 2, None)
+    assert "| slaclip-auto | 0.1 | – |" in tables.best_markdown(each)
+    assert tables.robustness(each)[-1]["pool_expected"] == 2
+    assert {r["clip_norm"] for r in tables.pool_cells(each) if r["method"] == "slaclip-auto"} == {
+        None
+    }
+    panel = panels(heatmaps(each))["slaclip-auto"]
+    assert texts(panel) == ["90.0", "90.0"]
+    assert panel.images[0].get_extent() == panels(heatmaps(each))["flat"].images[0].get_extent()
+    frame = panel.patches[-1]
+    assert (frame.get_height(), frame.get_xy()) == (3.0, (-0.5, -0.5))  # over all three C_0
+    labels = accuracy_lines(each).axes[0].get_legend_handles_labels()[1]
+    assert "slaclip-auto" in labels
+
+
+def test_the_translated_rate_is_that_of_flats_best_cell_times_its_threshold(tmp_path):
+    flat = {"method": "flat", "clip_norm": 5.0}
+    rows = [row(0.80, **flat), row(0.70, learning_rate=0.5, **flat)]  # best: 0.1 x 5
+    rows += [row(0.82, seed=43, **flat), row(0.84, seed=44, **flat)]
+    rows += [row(0.90, clip_norm=5.0), row(0.10, learning_rate=0.5, clip_norm=5.0)]
+    ours = {"method": "slaclip-auto", "clip_norm": 5.0}
+    rows += [row(x, seed=s, learning_rate=0.5, **ours) for s, x in ((42, 0.83), (43, 0.87))]
+    rows += [row(0.99, learning_rate=0.1, **ours)]  # another rate: of no account
+    versus_flat, versus_slaclip = tables.translated(only_group(tmp_path, rows))
+    assert versus_flat["learning_rate"] == pytest.approx(0.5)
+    assert versus_flat["difference"] == pytest.approx(0.85 - 0.82)
+    # Variances 0.0008 (n = 2) and 0.0004 (n = 3).
+    assert versus_flat["difference_std"] == pytest.approx((0.0008 / 2 + 0.0004 / 3) ** 0.5)
+    assert (versus_flat["num_seeds"], versus_flat["rival_num_seeds"]) == (2, 3)
+    assert versus_slaclip["difference"] == pytest.approx(-0.05)
+    assert versus_slaclip["difference_std"] is None  # one seed
+    table = tables.translated_markdown(only_group(tmp_path, rows))
+    assert "| slaclip-auto | 0.5 | 85.00 (2) | flat | 82.00 (3) | +3.00 ± 2.31 |" in table
+
+
+@pytest.mark.parametrize("methods_run", [("flat", "slaclip"), ("slaclip", "slaclip-auto")])
+def test_nothing_is_translated_without_both_sides(tmp_path, methods_run):
+    rows = [row(method=method, learning_rate=1.0) for method in methods_run]
+    assert tables.translated_markdown(only_group(tmp_path, rows)) == ""
+
+
 # Figures
 
 
@@ -414,7 +474,7 @@ def test_methods_differ_in_color_marker_and_dashes(tmp_path):
 def test_one_command_makes_everything_and_the_same_bytes_again(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = dict(rcParams)
-    rows = grid(methods=("flat", "slaclip", "slaclip-auto"))
+    rows = grid(methods=("flat", "slaclip", "slaclip-unit"))
     rows += [row(0.8, seed=43, clip_norm=0.1), row(error="Boom: no\nlast line", clip_norm=5.0)]
     write(tmp_path / "rows.jsonl", rows, end='{"torn')
     for folder in ("a", "b"):
@@ -438,7 +498,7 @@ def test_one_command_makes_everything_and_the_same_bytes_again(tmp_path, capsys,
     assert "python -m benchmarks.report rows.jsonl --output-dir a\n" in text
     for said in (
         "| slaclip | 0.1 | 0.1 | constant | 90.00 | **85.00 ± 7.07** | 2 | 7 | 42 |",
-        "| slaclip-auto | 0.1 | 0.1 | constant | 90.00 | 90.00 | 1 | 6 of 7 | 42 |",
+        "| slaclip-unit | 0.1 | 0.1 | constant | 90.00 | 90.00 | 1 | 6 of 7 | 42 |",
         "Machine: a machine, 2 cores.",
         "Versions: opacus 1.6.0, torch 2.13.0.",
         "ε spent: 1.99999.",
@@ -447,7 +507,7 @@ def test_one_command_makes_everything_and_the_same_bytes_again(tmp_path, capsys,
         assert said in text
     with (tmp_path / "a" / "best.csv").open(encoding="utf-8", newline="") as file:
         records = list(csv.DictReader(file))
-    assert [record["method"] for record in records] == ["flat", "slaclip", "slaclip-auto"]
+    assert [record["method"] for record in records] == ["flat", "slaclip", "slaclip-unit"]
     assert float(records[1]["test_mean"]) == pytest.approx(0.85)
     assert records[0]["test_std"] == ""
 
