@@ -5,7 +5,8 @@
 Reads the rows of ``benchmarks.compare`` and writes, per task, model and privacy budget, heatmaps,
 accuracy against the learning rate, threshold trajectories and released distributions of gradient
 norms; ``report.md`` with the tables and figures; and the numbers as ``best.csv``,
-``robustness.csv``, ``pool.csv`` and, where methods without C_0 ran, ``translated.csv``. The same rows give the same bytes.
+``robustness.csv``, ``pool.csv`` and, where methods without C_0 ran, ``translated.csv``. The same
+rows give the same bytes.
 """
 
 from __future__ import annotations
