@@ -1,0 +1,214 @@
+r"""Claim: ``max_grad_norm="auto"`` finds the level of real gradients from anywhere in 30 steps.
+
+Takes the norms of all per-sample gradients of a model, fresh and after 1,500 steps of training
+without privacy, and runs the search over them many times: Poisson batches, encoded and noised as a
+step does it. The level is the range from the median to the 3/4 quantile of the norms, which the
+search aims into (where half of the gradients are tiny it aims above the median).
+
+    python -m benchmarks.search --tasks digits mnist names imdb --data-root DIR \
+        --output benchmarks/results/search.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from opacus import GradSampleModule
+from torch import nn
+from tqdm import tqdm
+
+from benchmarks import tasks
+from benchmarks.corpora import CorpusError
+from opacus_slaclip import (
+    AutoController,
+    FixedController,
+    SlackIndicator,
+    recommended_num_slots,
+)
+from opacus_slaclip.demo import DemoError
+from opacus_slaclip.optimizers.grad_sample import per_sample_norms
+from opacus_slaclip.slack import indicator_noise_std, normalize_slack, slot_width, sum_slack
+
+STATES = ("fresh", "trained")
+STARTS = (1e-6, 1e6)  # in units of the median norm
+NUM_STEPS = 60
+CHUNK = 32
+BOUNDS = (0.5, 0.75)  # quantiles of the norms: the level
+
+
+def gradient_norms(module: nn.Module, samples: tasks.Samples) -> torch.Tensor:
+    """Return the gradient norm of every sample, shape (N,). **Private**: for benchmarks only."""
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    recorded = GradSampleModule(module, loss_reduction="sum")
+    norms = []
+    for part in torch.arange(len(samples)).split(CHUNK):
+        recorded.zero_grad()
+        inputs, labels = samples.__getitems__(part.tolist())
+        criterion(recorded(inputs), labels).backward()
+        norms.append(per_sample_norms([p.grad_sample for p in recorded.parameters()]))
+    recorded.to_standard_module()
+    return torch.cat(norms).double()
+
+
+def train(module: nn.Module, samples: tasks.Samples, num_steps: int) -> None:
+    """Train without privacy, with Adam."""
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
+    criterion = nn.CrossEntropyLoss()
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        inputs, labels = samples.__getitems__(torch.randint(len(samples), (64,)).tolist())
+        criterion(module(inputs), labels).backward()
+        optimizer.step()
+
+
+def search(
+    norms: torch.Tensor, *, start: float, batch_size: int, sigma: float, seed: int
+) -> list[float]:
+    """Return the thresholds of ``NUM_STEPS`` steps over fixed norms; the level that is found stays.
+
+    Args:
+        norms: Of all samples, shape (N,).
+        start: First threshold, in gradient-norm units.
+        batch_size: Expected size of a Poisson batch.
+        sigma: Noise multiplier.
+        seed: Of batches and noise.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_slots = recommended_num_slots(batch_size, sigma)
+    noise_std = indicator_noise_std(
+        noise_multiplier=sigma, num_slots=num_slots, expected_batch_size=batch_size
+    )
+    controller = AutoController(FixedController())
+    thresholds = [start]
+    for _ in range(NUM_STEPS):
+        clip_norm = thresholds[-1]
+        batch = norms[torch.rand(len(norms), generator=generator) < batch_size / len(norms)]
+        noise = sigma * clip_norm * torch.randn(num_slots, generator=generator)
+        sums = sum_slack(batch, clip_norm=clip_norm, num_slots=num_slots)
+        noisy = sums + noise / slot_width(clip_norm, num_slots)
+        values = normalize_slack(noisy.double(), expected_batch_size=batch_size)
+        thresholds.append(
+            controller(clip_norm, SlackIndicator(values, clip_norm, noise_std, batch_size))
+        )
+    return thresholds
+
+
+def summarize(tracks: list[list[float]], low: float, high: float) -> dict[str, Any]:
+    """Return medians over seeds: steps to within a factor of 2 of the level, overshoot, the end.
+
+    A track that never comes there counts as one step more than there are.
+    """
+    steps, overshoots = [], []
+    for track in tracks:
+        inside = (i for i, c in enumerate(track) if low / 2 <= c <= 2 * high)
+        steps.append(next(inside, NUM_STEPS + 1))
+        came_from_above = track[0] > high
+        beyond = low / min(track) if came_from_above else max(track) / high
+        overshoots.append(max(1.0, beyond))
+    ends = [track[-1] for track in tracks]
+    return {
+        "steps": statistics.median(steps),
+        "steps_90": sorted(steps)[int(0.9 * (len(steps) - 1))],
+        "overshoot": statistics.median(overshoots),
+        "overshoot_90": sorted(overshoots)[int(0.9 * (len(overshoots) - 1))],
+        "end_low": min(ends),
+        "end": statistics.median(ends),
+        "end_high": max(ends),
+        "off": sum(not low / 2 <= end <= 2 * high for end in ends),
+    }
+
+
+def rows(args: argparse.Namespace, done: set[str]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each setting that is not done."""
+    for task, state in itertools.product(args.tasks, STATES):
+        settings = [
+            {"task": task, "state": state, "scale": scale, "batch_size": batch, "start": start}
+            for scale, batch, start in itertools.product(args.scales, args.batch_sizes, STARTS)
+        ]
+        missing = [each for each in settings if json.dumps(each) not in done]
+        if not missing:
+            continue
+        samples = tasks.load(task, args.data_root).train
+        torch.manual_seed(0)
+        module = tasks.MODELS[next(iter(tasks.TASKS[task].models))]()
+        if state == "trained":
+            train(module, samples, args.train_steps)
+        norms = gradient_norms(module, samples)
+        for each in missing:
+            scaled = norms * each["scale"]
+            median, high = (float(q) for q in scaled.quantile(scaled.new_tensor(BOUNDS)))
+            tracks = [
+                search(
+                    scaled,
+                    start=each["start"] * median,
+                    batch_size=each["batch_size"],
+                    sigma=args.sigma,
+                    seed=seed,
+                )
+                for seed in range(args.seeds)
+            ]
+            about = {"median_norm": median, "quantile_75": high, "sigma": args.sigma}
+            yield each | about | {"seeds": args.seeds} | summarize(tracks, median, high)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what the output file lacks and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=tasks.TASKS, default=["digits"])
+    parser.add_argument("--data-root", type=Path, metavar="DIR")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[64, 256, 1024])
+    parser.add_argument("--scales", nargs="+", type=float, default=[1e-3, 1.0, 1e3])
+    parser.add_argument("--sigma", type=float, default=1.0)
+    parser.add_argument("--seeds", type=int, default=25)
+    parser.add_argument("--train-steps", type=int, default=1500)
+    parser.add_argument("--output", type=Path, default=Path("outputs/search.jsonl"))
+    args = parser.parse_args(argv)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    found = []
+    if args.output.exists():
+        found = [json.loads(line) for line in args.output.read_text().splitlines()]
+    key = ("task", "state", "scale", "batch_size", "start")
+    done = {json.dumps({name: row[name] for name in key}) for row in found}
+    try:
+        for row in tqdm(rows(args, done), unit="setting"):
+            found.append(row)
+            with args.output.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    except (CorpusError, DemoError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(table(found))
+    return 0
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Return the rows as markdown."""
+    lines = [
+        "| task | model | gradients × | B | start | steps (90 %) | overshoot (90 %) | found, in "
+        "median norms | off |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        low, middle, high = (row[name] / row["median_norm"] for name in _ENDS)
+        lines.append(
+            f"| {row['task']} | {row['state']} | {row['scale']:g} | {row['batch_size']} | "
+            f"{row['start']:g} | {row['steps']:g} ({row['steps_90']:g}) | {row['overshoot']:.2f} "
+            f"({row['overshoot_90']:.2f}) | {middle:.2f} ({low:.2f} to {high:.2f}) | "
+            f"{row['off']} of {row['seeds']} |"
+        )
+    return "\n".join(lines)
+
+
+_ENDS = ("end_low", "end", "end_high")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
