@@ -42,6 +42,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor], i
     "transformer": (models.Transformer, lambda n: torch.randint(0, 200, (n, 64)), 10, 32),
 }
 METHODS = ("flat", "slaclip", "adaptive")
+# What is compared: key in a row: (method, what it is divided by).
+_PAIRS = {
+    "slaclip": ("slaclip", "flat"),
+    "adaptive": ("adaptive", "flat"),
+    "slaclip_adaptive": ("slaclip", "adaptive"),
+}
 _ADAPTIVE = {
     "target_unclipped_quantile": 0.5,
     "clipbound_learning_rate": 0.2,
@@ -139,16 +145,18 @@ def measure(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     result = dict(row)
     for method in methods:
         result[f"{method}_ms"] = 1e3 * statistics.median(b[method] for b in blocks)
-        if method != "flat":
-            ratios = sorted(b[method] / b["flat"] for b in blocks)
-            result[f"{method}_time_ratio"] = statistics.median(ratios)
+    for name, (method, base) in _PAIRS.items():
+        if {method, base} <= set(methods):
+            ratios = sorted(b[method] / b[base] for b in blocks)
+            result[f"{name}_time_ratio"] = statistics.median(ratios)
             quarter = len(ratios) // 4
-            result[f"{method}_time_ratio_iqr"] = [ratios[quarter], ratios[-1 - quarter]]
+            result[f"{name}_time_ratio_iqr"] = [ratios[quarter], ratios[-1 - quarter]]
     if args.memory:
         peaks = {method: peak_memory(row, method, args.device) for method in methods}
         result["flat_peak_mib"] = peaks["flat"] / 2**20
-        for method in methods[1:]:
-            result[f"{method}_memory_ratio"] = peaks[method] / peaks["flat"]
+        for name, (method, base) in _PAIRS.items():
+            if {method, base} <= set(methods):
+                result[f"{name}_memory_ratio"] = peaks[method] / peaks[base]
     return result
 
 
@@ -187,18 +195,24 @@ def machine(device: str) -> dict[str, Any]:
 def table(results: list[dict[str, Any]]) -> str:
     """Return the results as a Markdown table."""
     lines = [
-        "| model | mode | dtype | batch | K | flat ms | slaclip / flat (quartiles) | memory |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | mode | dtype | batch | K | flat, ms | slaclip / flat (quartiles) | memory | "
+        "slaclip / adaptive (quartiles) | memory |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
-        low, high = r["slaclip_time_ratio_iqr"]
-        memory = f"{r['slaclip_memory_ratio']:.3f}" if "slaclip_memory_ratio" in r else ""
-        lines.append(
-            f"| {r['model']} | {r['mode']} | {r['dtype']} | {r['batch_size']} | {r['num_slots']} "
-            f"| {r['flat_ms']:.2f} | {r['slaclip_time_ratio']:.3f} ({low:.3f} to {high:.3f}) "
-            f"| {memory} |"
-        )
+        cells = [r["model"], r["mode"], r["dtype"], r["batch_size"], r["num_slots"]]
+        cells += [f"{r['flat_ms']:.2f}", *_ratios(r, "slaclip"), *_ratios(r, "slaclip_adaptive")]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def _ratios(row: dict[str, Any], name: str) -> tuple[str, str]:
+    if f"{name}_time_ratio" not in row:
+        return "", ""
+    low, high = row[f"{name}_time_ratio_iqr"]
+    memory = row.get(f"{name}_memory_ratio")
+    time_ratio = f"{row[f'{name}_time_ratio']:.3f} ({low:.3f} to {high:.3f})"
+    return time_ratio, "" if memory is None else f"{memory:.3f}"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
