@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import opacus
 import torch
+from opacus.accountants import RDPAccountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch.utils.data import DataLoader
@@ -134,7 +135,7 @@ def _train_and_test(cell: Cell, split: tasks.Split) -> Row:
     return {
         "noise_multiplier": sigma,
         "num_steps": sum(steps for _, _, steps in private.engine.accountant.history),
-        "epsilon_spent": float(private.engine.get_epsilon(cell.delta)),
+        "epsilon_spent": _epsilon_spent(cell, sigma, private.engine.accountant.history),
         "validation_accuracy": accuracy(module, split.validation),
         "test_accuracy": accuracy(module, split.test),
         "final_clip_norm": _finite(recorder.clip_norms[-1]),
@@ -144,6 +145,16 @@ def _train_and_test(cell: Cell, split: tasks.Split) -> Row:
         "clip_norms": recorder.thinned_clip_norms(),
         "indicators": recorder.indicators,
     }
+
+
+def _epsilon_spent(cell: Cell, sigma: float, history: list[tuple[float, float, int]]) -> float:
+    """Return what the recorded steps cost, each at the noise multiplier of its whole release."""
+    told = methods.engine_noise(cell.method, sigma, cell.batch_size)
+    if any(noise != told for noise, _, _ in history):
+        raise RuntimeError(f"The accountant recorded the noise {history}, not {told}.")
+    accountant = RDPAccountant()
+    accountant.history = [(sigma, rate, steps) for _, rate, steps in history]
+    return float(accountant.get_epsilon(cell.delta))
 
 
 def _make_private(cell: Cell, split: tasks.Split, sigma: float) -> tuple[methods.Private, str]:

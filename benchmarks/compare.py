@@ -32,6 +32,9 @@ from benchmarks.rows import RowFile, cell_of
 from benchmarks.workers import run_cells
 from opacus_slaclip.demo import DemoError
 
+# Of cells whose method takes no C_0: any number, but always the same.
+_NO_CLIP_NORM = 0.1
+
 
 def cells(args: argparse.Namespace) -> list[Cell]:
     """Return the pool: seed by seed, and all methods of a setting side by side."""
@@ -50,7 +53,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
             model=args.model,
             method=method,
             learning_rate=learning_rate,
-            clip_norm=clip_norm,
+            clip_norm=clip_norm if methods.METHODS[method].uses_clip_norm else _NO_CLIP_NORM,
             schedule=schedule,
             seed=seed,
             epsilon=epsilon,
@@ -61,7 +64,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
             weight_decay=args.weight_decay,
         )
         for seed, epsilon, schedule, learning_rate, clip_norm, method in itertools.product(*axes)
-        if methods.METHODS[method].uses_clip_norm or clip_norm == min(args.clip_norms)
+        if methods.METHODS[method].uses_clip_norm or clip_norm == args.clip_norms[0]
     ]
 
 
@@ -180,7 +183,8 @@ def _sweep(args: argparse.Namespace, file: RowFile) -> int:
         _report("the pool", _missing(cells(args), file), file, args)
         return 0
     if args.retry_errors:
-        file.drop(lambda row: "error" in row)
+        wanted = set(cells(args))
+        file.drop(lambda row: "error" in row and cell_of(row) in wanted)
     errors = _run_missing("the pool", cells(args), file, args)
     if args.best_seeds:
         again = best_cells(cells(args), file.read(), args.best_seeds)

@@ -89,7 +89,7 @@ def _heatmap(
         config: (clips.index(config.clip_norm) if pool.has_start else 0, rates.index(rate))
         for config in pool.configs
         for rate in [config.learning_rate]
-        if config.schedule == schedule
+        if config.schedule == schedule and rate in rates
     }
     for config, cell in cells.items():
         mean = pool.mean("test", config)

@@ -100,7 +100,7 @@ def starts(group: Group) -> Figure | None:
     moving = {m: tracks for m, tracks in found.items() if any(map(_moves, tracks.values()))}
     if not moving:
         return None
-    clips = sorted({clip for tracks in moving.values() for clip in tracks})
+    clips = sorted({c for m, t in moving.items() if group.pools[m].has_start for c in t})
     looks = {
         clip: {
             "color": color,
@@ -112,9 +112,12 @@ def starts(group: Group) -> Figure | None:
 
     def draw(axes: Axes, method: str) -> None:
         for clip, track in moving[method].items():
-            label = f"$C_0$ = {clip:g}"
             at_start = {"markevery": [0], "clip_on": False, "zorder": 4}
-            _draw_track(axes, track, label=label, **at_start, **looks[clip])
+            if group.pools[method].has_start:
+                look = looks[clip] | {"label": f"$C_0$ = {clip:g}"}
+            else:
+                look = {"color": "black", "marker": "*", "label": "no $C_0$"}
+            _draw_track(axes, track, **at_start, **look)
         best = group.pools[method].best
         if best is not None:
             axes.set_title(f"{method} (lr {best.learning_rate:g})")

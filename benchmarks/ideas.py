@@ -52,6 +52,8 @@ class TradeOffController:
     is not released, but for exponentially distributed norms the mean excess is
     ``E[min(n, C)] / F(C)``, of which the indicator has both parts. With ``a`` the left side over
     ``C`` in that estimate, ``C' = C exp(eta (a - v) / (a + v))``: free of the norms' scale.
+    (At a large ``v`` the best ``C`` clips nearly all samples, which ``AutoController`` takes for a
+    level that it lost.)
 
     Attributes:
         num_parameters: ``d``.

@@ -99,12 +99,23 @@ def engine_noise(method: str, noise_multiplier: float, batch_size: int) -> float
 
     Opacus's adaptive clipping noises a count of sensitivity 1 with ``s = unclipped_num_std``, but
     splits the budget as if the sensitivity were 1/2: told sigma, it takes a step that costs
-    ``(1 / sigma^2 + 3 / (4 s^2))^(-1/2)``, while its accountant records sigma.
+    ``(1 / sigma^2 + 3 / (4 s^2))^(-1/2)``, while its accountant records sigma. (It also divides
+    the count by the realized batch size, without noise; that stays an advantage.)
+
+    Raises:
+        ValueError: If the count alone would cost as much as the whole step.
     """
     if method != "adaptive":
         return noise_multiplier
     deviation = batch_size / 20
-    return float((noise_multiplier**-2 - 0.75 * deviation**-2) ** -0.5)
+    left = noise_multiplier**-2 - 0.75 * deviation**-2
+    if left <= 0:
+        raise ValueError(
+            f"batch_size must be above {20 * 0.75**0.5 * noise_multiplier:.3g} for adaptive "
+            f"clipping at noise multiplier {noise_multiplier:.3g}, got {batch_size}: its count, "
+            "noised at B / 20, would cost more than a step may."
+        )
+    return left**-0.5
 
 
 PAPER: dict[str, Method] = {

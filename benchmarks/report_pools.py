@@ -127,11 +127,13 @@ class Pool:
     def collapsed(self) -> list[Config]:
         """The configurations that collapsed (below the floor, or diverged) on a pool seed."""
         return [
-            config
-            for config in self.configs
-            for runs in [[run for run in self.pool_runs(config) if not run.failed]]
-            if any(run.diverged or run.accuracy("test", 0.0) < self.floor for run in runs)
+            config for config in self.configs if any(map(self._collapsed, self.pool_runs(config)))
         ]
+
+    def _collapsed(self, run: Run) -> bool:
+        if run.failed:
+            return False
+        return run.diverged or run.accuracy("test", 0.0) < self.floor
 
     def num_within(self, best: float) -> int:
         """Return how many configurations have a mean test accuracy within two points of it."""
@@ -153,8 +155,12 @@ class Group:
 
     @cached_property
     def configs(self) -> list[Config]:
-        """The union of the methods' pools, sorted."""
-        return sorted({config for pool in self.pools.values() for config in pool.configs})
+        """The union of the pools, sorted; of those with C_0 if there are any.
+
+        What a method without C_0 ran at other learning rates is beside the pool.
+        """
+        pools = [pool for pool in self.pools.values() if pool.has_start]
+        return sorted({c for pool in pools or self.pools.values() for c in pool.configs})
 
     def expected_size(self, pool: Pool) -> int:
         """Return how many configurations a method's pool has when it is complete."""

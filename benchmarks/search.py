@@ -1,9 +1,11 @@
-r"""Claim: ``max_grad_norm="auto"`` finds the level of real gradients from anywhere in 30 steps.
+r"""Claim: ``max_grad_norm="auto"`` finds the level of real gradients from far away in 30 steps.
 
 Takes the norms of all per-sample gradients of a model, fresh and after 1,500 steps of training
 without privacy, and runs the search over them many times: Poisson batches, encoded and noised as a
-step does it. The level is the range from the median to the 3/4 quantile of the norms, which the
-search aims into (where half of the gradients are tiny it aims above the median).
+step does it. It starts six orders of magnitude below and above the median norm, and where "auto"
+starts, with gradients as they are and 1,000 times as small and large. The level is the range from
+the median to the 3/4 quantile of the norms, which the search aims into (where half of the gradients
+are tiny it aims above the median).
 
     python -m benchmarks.search --tasks digits mnist names imdb --data-root DIR \
         --output benchmarks/results/search.jsonl
@@ -14,9 +16,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +30,19 @@ from tqdm import tqdm
 
 from benchmarks import tasks
 from benchmarks.corpora import CorpusError
-from opacus_slaclip import (
-    AutoController,
-    FixedController,
-    SlackIndicator,
-    recommended_num_slots,
-)
+from opacus_slaclip import AutoController, FixedController, SlackIndicator, recommended_num_slots
+from opacus_slaclip.auto import AUTO_CLIP_BOUNDS, AUTO_START
 from opacus_slaclip.demo import DemoError
 from opacus_slaclip.optimizers.grad_sample import per_sample_norms
 from opacus_slaclip.slack import indicator_noise_std, normalize_slack, slot_width, sum_slack
 
 STATES = ("fresh", "trained")
-STARTS = (1e-6, 1e6)  # in units of the median norm
+# (where it starts, in units of the median norm; None: where "auto" starts; scale of the gradients)
+STARTS = ((1e-6, 1.0), (1e6, 1.0), (None, 1e-3), (None, 1.0), (None, 1e3))
 NUM_STEPS = 60
 CHUNK = 32
-BOUNDS = (0.5, 0.75)  # quantiles of the norms: the level
+LEVEL = (0.5, 0.75)  # quantiles of the norms
+_SETTING = ("task", "state", "train_steps", "start", "scale", "batch_size", "sigma", "seeds")
 
 
 def gradient_norms(module: nn.Module, samples: tasks.Samples) -> torch.Tensor:
@@ -76,7 +77,8 @@ def search(
 
     Args:
         norms: Of all samples, shape (N,).
-        start: First threshold, in gradient-norm units.
+        start: First threshold, in gradient-norm units; the bounds are those of "auto", widened
+            where it lies outside.
         batch_size: Expected size of a Poisson batch.
         sigma: Noise multiplier.
         seed: Of batches and noise.
@@ -86,6 +88,7 @@ def search(
     noise_std = indicator_noise_std(
         noise_multiplier=sigma, num_slots=num_slots, expected_batch_size=batch_size
     )
+    low, high = min(start, AUTO_CLIP_BOUNDS[0]), max(start, AUTO_CLIP_BOUNDS[1])
     controller = AutoController(FixedController())
     thresholds = [start]
     for _ in range(NUM_STEPS):
@@ -95,43 +98,58 @@ def search(
         sums = sum_slack(batch, clip_norm=clip_norm, num_slots=num_slots)
         noisy = sums + noise / slot_width(clip_norm, num_slots)
         values = normalize_slack(noisy.double(), expected_batch_size=batch_size)
-        thresholds.append(
-            controller(clip_norm, SlackIndicator(values, clip_norm, noise_std, batch_size))
-        )
+        seen = SlackIndicator(values, clip_norm, noise_std, batch_size)
+        thresholds.append(min(max(controller(clip_norm, seen), low), high))
     return thresholds
 
 
 def summarize(tracks: list[list[float]], low: float, high: float) -> dict[str, Any]:
-    """Return medians over seeds: steps to within a factor of 2 of the level, overshoot, the end.
+    """Return statistics over seeds: steps until it stays, overshoot, where it ends.
 
-    A track that never comes there counts as one step more than there are.
+    Args:
+        tracks: Thresholds, a list a seed.
+        low: Lower end of the level, in gradient-norm units.
+        high: Upper end.
+
+    Returns:
+        Medians and 90 % quantiles of ``steps``, after which a track stays within a factor of 2 of
+        the level (one more than there are if it ends outside), and of ``overshoot``, the factor by
+        which it went beyond the level, from where it started; the lowest, median and highest end;
+        ``off``, how many end outside.
     """
+
+    def is_outside(clip_norm: float) -> bool:
+        return not low / 2 <= clip_norm <= 2 * high
+
     steps, overshoots = [], []
     for track in tracks:
-        inside = (i for i, c in enumerate(track) if low / 2 <= c <= 2 * high)
-        steps.append(next(inside, NUM_STEPS + 1))
-        came_from_above = track[0] > high
-        beyond = low / min(track) if came_from_above else max(track) / high
+        steps.append(1 + max((i for i, c in enumerate(track) if is_outside(c)), default=-1))
+        beyond = low / min(track) if track[0] > high else max(track) / high
         overshoots.append(max(1.0, beyond))
     ends = [track[-1] for track in tracks]
     return {
         "steps": statistics.median(steps),
-        "steps_90": sorted(steps)[int(0.9 * (len(steps) - 1))],
+        "steps_90": _quantile_90(steps),
         "overshoot": statistics.median(overshoots),
-        "overshoot_90": sorted(overshoots)[int(0.9 * (len(overshoots) - 1))],
+        "overshoot_90": _quantile_90(overshoots),
         "end_low": min(ends),
         "end": statistics.median(ends),
         "end_high": max(ends),
-        "off": sum(not low / 2 <= end <= 2 * high for end in ends),
+        "off": sum(map(is_outside, ends)),
     }
+
+
+def _quantile_90(values: Sequence[float]) -> float:
+    return sorted(values)[math.ceil(0.9 * len(values)) - 1]
 
 
 def rows(args: argparse.Namespace, done: set[str]) -> Iterator[dict[str, Any]]:
     """Yield a row for each setting that is not done."""
     for task, state in itertools.product(args.tasks, STATES):
-        settings = [
-            {"task": task, "state": state, "scale": scale, "batch_size": batch, "start": start}
-            for scale, batch, start in itertools.product(args.scales, args.batch_sizes, STARTS)
+        settings: list[dict[str, Any]] = [
+            {"task": task, "state": state, "train_steps": args.train_steps, "start": start}
+            | {"scale": scale, "batch_size": batch, "sigma": args.sigma, "seeds": args.seeds}
+            for (start, scale), batch in itertools.product(STARTS, args.batch_sizes)
         ]
         missing = [each for each in settings if json.dumps(each) not in done]
         if not missing:
@@ -144,19 +162,12 @@ def rows(args: argparse.Namespace, done: set[str]) -> Iterator[dict[str, Any]]:
         norms = gradient_norms(module, samples)
         for each in missing:
             scaled = norms * each["scale"]
-            median, high = (float(q) for q in scaled.quantile(scaled.new_tensor(BOUNDS)))
-            tracks = [
-                search(
-                    scaled,
-                    start=each["start"] * median,
-                    batch_size=each["batch_size"],
-                    sigma=args.sigma,
-                    seed=seed,
-                )
-                for seed in range(args.seeds)
-            ]
-            about = {"median_norm": median, "quantile_75": high, "sigma": args.sigma}
-            yield each | about | {"seeds": args.seeds} | summarize(tracks, median, high)
+            median, high = (float(q) for q in scaled.quantile(scaled.new_tensor(LEVEL)))
+            start = AUTO_START if each["start"] is None else each["start"] * median
+            options = {"start": start, "batch_size": each["batch_size"], "sigma": args.sigma}
+            tracks = [search(scaled, seed=seed, **options) for seed in range(args.seeds)]
+            about = {"median_norm": median, "quantile_75": high}
+            yield each | about | summarize(tracks, median, high)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -165,7 +176,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tasks", nargs="+", choices=tasks.TASKS, default=["digits"])
     parser.add_argument("--data-root", type=Path, metavar="DIR")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[64, 256, 1024])
-    parser.add_argument("--scales", nargs="+", type=float, default=[1e-3, 1.0, 1e3])
     parser.add_argument("--sigma", type=float, default=1.0)
     parser.add_argument("--seeds", type=int, default=25)
     parser.add_argument("--train-steps", type=int, default=1500)
@@ -175,8 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     found = []
     if args.output.exists():
         found = [json.loads(line) for line in args.output.read_text().splitlines()]
-    key = ("task", "state", "scale", "batch_size", "start")
-    done = {json.dumps({name: row[name] for name in key}) for row in found}
+    done = {json.dumps({name: row[name] for name in _SETTING}) for row in found}
     try:
         for row in tqdm(rows(args, done), unit="setting"):
             found.append(row)
@@ -192,22 +201,21 @@ def main(argv: list[str] | None = None) -> int:
 def table(found: list[dict[str, Any]]) -> str:
     """Return the rows as markdown."""
     lines = [
-        "| task | model | gradients × | B | start | steps (90 %) | overshoot (90 %) | found, in "
-        "median norms | off |",
+        "| task | model | 3/4 quantile, in medians | start | B | steps (90 %) | overshoot (90 %) | "
+        "found, in medians | off |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in found:
-        low, middle, high = (row[name] / row["median_norm"] for name in _ENDS)
+        unit = row["median_norm"]
+        low, middle, high = (row[name] / unit for name in ("end_low", "end", "end_high"))
+        start = f"median × {row['start'] or AUTO_START / unit:.0e}"
         lines.append(
-            f"| {row['task']} | {row['state']} | {row['scale']:g} | {row['batch_size']} | "
-            f"{row['start']:g} | {row['steps']:g} ({row['steps_90']:g}) | {row['overshoot']:.2f} "
-            f"({row['overshoot_90']:.2f}) | {middle:.2f} ({low:.2f} to {high:.2f}) | "
-            f"{row['off']} of {row['seeds']} |"
+            f"| {row['task']} | {row['state']} | {row['quantile_75'] / unit:.2f} | {start} | "
+            f"{row['batch_size']} | {row['steps']:g} ({row['steps_90']:g}) | "
+            f"{row['overshoot']:.2f} ({row['overshoot_90']:.2f}) | "
+            f"{middle:.2f} ({low:.2f} to {high:.2f}) | {row['off']} of {row['seeds']} |"
         )
     return "\n".join(lines)
-
-
-_ENDS = ("end_low", "end", "end_high")
 
 
 if __name__ == "__main__":

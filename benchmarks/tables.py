@@ -33,7 +33,8 @@ _TRANSLATED_HEAD = (
 TRANSLATED_NOTE = (
     "Methods without C_0 at a single learning rate, that of flat's best cell by validation times "
     "its C, against the best cell by validation of every other method's whole pool. ± is the "
-    "standard error of the difference by the seeds of both (n each)."
+    "standard error of the difference by the seeds of both (n each). Weight decay, where there is "
+    "some, is not translated."
 )
 _STUCK = {
     "names": " Predicting the most frequent class (9,384 of 20,050 names are Russian) scores 47 %, "

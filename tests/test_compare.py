@@ -166,12 +166,12 @@ def test_a_diverged_run_is_a_row_with_its_argmax() -> None:
 
 
 def test_a_method_that_raises_leaves_an_error_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Opacus's adaptive method takes no noise of twice its counting noise, B / 20, or more.
+    # At B = 3 counting with a noise of 0.15 alone would cost more than a step may.
     row = cells.run_cell(digits_cell(method="adaptive", batch_size=3), None)
-    assert row["error"]
+    assert "ValueError: batch_size must be" in row["error"]
     assert row["seconds"] >= 0
     assert "test_accuracy" not in row
-    broken = methods.Method(lambda clip_norm, batch_size: {"clipping": "slaclip", "typo": 1})
+    broken = methods.Method(lambda *_: {"clipping": "slaclip", "typo": 1})
     monkeypatch.setitem(methods.METHODS, "broken", broken)
     row = cells.run_cell(digits_cell(method="broken"), None)
     assert "typo" in row["error"]
@@ -181,7 +181,7 @@ def test_a_method_that_raises_leaves_an_error_row(monkeypatch: pytest.MonkeyPatc
 def test_options_of_a_method_may_replace_the_initial_threshold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    method = methods.Method(lambda clip_norm, batch_size: {"max_grad_norm": 3 * clip_norm})
+    method = methods.Method(lambda clip_norm, *_: {"max_grad_norm": 3 * clip_norm})
     monkeypatch.setitem(methods.METHODS, "triple", method)
     assert cells.run_cell(digits_cell(method="triple"), None)["final_clip_norm"] == 3.0
 
@@ -360,16 +360,20 @@ def test_the_best_cell_is_that_of_the_report_whatever_the_order_of_rows() -> Non
 
 
 def test_a_method_without_an_initial_threshold_runs_once_for_all() -> None:
-    argv = ["--methods", "slaclip", "slaclip-auto", "--clip-norms", "10", "0.1", "--seeds", "0"]
-    pool = compare.cells(compare.parse([*argv, "--schedules", "constant"]))
+    argv = ["--methods", "slaclip", "slaclip-auto", "--schedules", "constant", "--seeds", "0"]
+    pool = compare.cells(compare.parse([*argv, "--clip-norms", "10", "1"]))
     assert Counter(cell.method for cell in pool) == {"slaclip": 12, "slaclip-auto": 6}
+    # The same cells whatever the pool of thresholds, so that none is run twice.
+    other = compare.cells(compare.parse([*argv, "--clip-norms", "0.1"]))
+    assert {c for c in pool if c.method == "slaclip-auto"} == {
+        c for c in other if c.method == "slaclip-auto"
+    }
 
 
 def test_accuracies_are_of_the_parts_they_are_named_after(monkeypatch: pytest.MonkeyPatch) -> None:
     split = tasks.load("digits", None)
+    monkeypatch.setattr(tasks, "load", lambda name, root: split)
     # Whatever the model says is right on one part and wrong on the other.
-    marked = replace(split, validation=split.validation, test=split.test)
-    monkeypatch.setattr(tasks, "load", lambda name, root: marked)
     right = {id(split.validation): 1.0, id(split.test): 0.0}
     monkeypatch.setattr(cells, "accuracy", lambda module, part: right[id(part)])
     row = cells.run_cell(digits_cell(), None)
@@ -389,6 +393,30 @@ def test_adaptive_clipping_runs_with_the_papers_parameters_at_the_claimed_cost()
     gradient_noise = (optimizer.noise_multiplier**-2 - (2 * spread) ** -2) ** -0.5
     joint = (gradient_noise**-2 + spread**-2) ** -0.5
     assert joint == pytest.approx(sigma, rel=1e-12)
+
+
+def test_a_row_of_adaptive_clipping_says_what_it_cost() -> None:
+    flat, adaptive = (cells.run_cell(digits_cell(method=m), None) for m in ("flat", "adaptive"))
+    assert adaptive["noise_multiplier"] == flat["noise_multiplier"]
+    assert adaptive["epsilon_spent"] == flat["epsilon_spent"]
+
+
+def test_a_row_whose_steps_took_another_noise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_private = methods.make_private
+
+    def forgetful(*args: Any, noise_multiplier: float, **kwargs: Any) -> methods.Private:
+        return make_private(*args, noise_multiplier=0.9 * noise_multiplier, **kwargs)
+
+    monkeypatch.setattr(methods, "make_private", forgetful)
+    assert "recorded the noise" in cells.run_cell(digits_cell(), None)["error"]
+
+
+def test_a_trade_off_knows_how_many_parameters_there_are() -> None:
+    split = tasks.load("digits", None)
+    private, _ = cells._make_private(digits_cell(method="slaclip-trade-off"), split, 1.0)
+    optimizer: Any = private.optimizer
+    count = sum(p.numel() for p in private.module.parameters())
+    assert optimizer.controller.controller.num_parameters == count > 1000
 
 
 @pytest.mark.parametrize(

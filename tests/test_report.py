@@ -307,6 +307,14 @@ def test_a_method_without_a_start_has_a_whole_pool_in_one_cell_a_rate(tmp_path):
     assert "slaclip-auto" in labels
 
 
+def test_a_rate_that_only_methods_without_a_start_ran_is_beside_the_pool(tmp_path):
+    each = only_group(tmp_path, grid() + without_start((0.1, 0.5, 0.25)))
+    assert [record["pool_expected"] for record in tables.robustness(each)] == [6, 6, 2]
+    panel = panels(heatmaps(each))["slaclip-auto"]
+    assert texts(panel) == ["90.0", "90.0"]
+    assert [t.get_text() for t in panel.get_xticklabels()] == ["0.1", "0.5"]
+
+
 def test_the_translated_rate_is_that_of_flats_best_cell_times_its_threshold(tmp_path):
     flat = {"method": "flat", "clip_norm": 5.0}
     rows = [row(0.80, **flat), row(0.70, learning_rate=0.5, **flat)]  # best: 0.1 x 5
@@ -438,9 +446,13 @@ def test_trajectories_are_labelled_and_logarithmic(tmp_path):
 
 def test_starts_show_every_initial_threshold_of_what_moves(tmp_path):
     still = [[0, 1.0], [30, 1.0]]
-    rows = [*grid(methods=("slaclip", "slaclip-auto")), row(method="flat", clip_norms=still)]
-    found = panels(starts(only_group(tmp_path, rows)))
-    assert list(found) == ["slaclip (lr 0.1)", "slaclip-auto (lr 0.1)"]
+    rows = [*grid(methods=("slaclip", "slaclip-q")), row(method="flat", clip_norms=still)]
+    free = row(method="slaclip-auto", clip_norms=[[0, 1e-4], [30, 1.5]])
+    found = panels(starts(only_group(tmp_path, [*rows, free])))
+    assert list(found) == ["slaclip (lr 0.1)", "slaclip-q (lr 0.1)", "slaclip-auto (lr 0.1)"]
+    searched = found.pop("slaclip-auto (lr 0.1)")
+    assert searched.get_legend_handles_labels()[1] == ["no $C_0$"]
+    assert searched.lines[0].get_ydata()[0] == pytest.approx(1e-4)
     for axes in found.values():
         labels = axes.get_legend_handles_labels()[1]
         assert labels == ["$C_0$ = 0.1", "$C_0$ = 1", "$C_0$ = 10"]
