@@ -84,6 +84,10 @@ def _averaged(clip_norm: float, *rest: int) -> dict[str, Any]:
     return options | {"controller": ideas.AveragingController(controller)}
 
 
+def _low_quantile(*cell: Any) -> dict[str, Any]:
+    return _auto("slaclip-q")(*cell) | {"target_unclipped_quantile": 0.1}
+
+
 def _trade_off(clip_norm: float, batch_size: int, num_parameters: int) -> dict[str, Any]:
     auto = _auto("slaclip")(clip_norm, batch_size, num_parameters)
     return auto | {"controller": ideas.TradeOffController(num_parameters)}
@@ -134,6 +138,7 @@ BEYOND: dict[str, Method] = {
 IDEAS: dict[str, Method] = {
     "slaclip-average": Method(_averaged, ghost=True),
     "slaclip-trade-off": Method(_trade_off, ghost=True, uses_clip_norm=False),
+    "slaclip-q10-auto": Method(_low_quantile, ghost=True, uses_clip_norm=False),
     "slaclip-ends": Method(_unit("slaclip"), change=ideas.release_ends_only),
 }
 METHODS: dict[str, Method] = PAPER | BEYOND | IDEAS

@@ -33,7 +33,7 @@ _METHODS = (
     *("slaclip-q-unit", "slaclip-auto", "slaclip-q-auto"),
 )
 # Methods that take no C_0: one threshold of the pool stands for all.
-_WITHOUT_START = ("slaclip-auto", "slaclip-q-auto", "slaclip-trade-off")
+_WITHOUT_START = ("slaclip-auto", "slaclip-q-auto", "slaclip-q10-auto", "slaclip-trade-off")
 _ROUNDING = 1e-9  # means of equal accuracies may differ in their last bits
 
 

@@ -15,11 +15,13 @@ from opacus_slaclip.controllers import (
 from opacus_slaclip.indicator import SlackIndicator
 
 # Where the search starts: far below the norms of ordinary models, so that clipped gradients stay
-# within the range of what they will be; thirty doublings reach 100,000.
+# within the range of what they will be; from there thirty doublings reach 100,000.
 AUTO_START = 1e-4
 AUTO_CLIP_BOUNDS = (1e-6, 1e6)
 
-_MAX_GROWTH = 2.0  # a step; what the search may overshoot by
+# A step; what the search may overshoot by. It slows down near the target to overshoot less, but not
+# below 1.7: each look at a wide distribution is another chance for the noise to reach the target.
+_MAX_GROWTH, _LEAST_EXPONENT = 2.0, 0.75
 _MAX_DOUBTS = 3  # looks at a release that could be understood in several ways
 _MAX_MISSES = 2  # releases in a row that find nearly all samples clipped, noise granted
 _CERTAIN = 3.0  # standard deviations of the noise
@@ -36,8 +38,8 @@ class AutoController:
 
     * Nearly all samples, more than ``(1 + q) / 2``, are in the last bin: fall to its upper edge,
       ``C / K``.
-    * Fewer than the target are below ``C``: grow to ``C 2^(1 - s_hat[1] / target)``, at most twice
-      as far as the quantile that is looked for.
+    * Fewer than the target are below ``C``: grow to ``C 2^max(3/4, 1 - s_hat[1] / target)``, so at
+      most twice as far as the quantile that is looked for, noise aside.
     * Else the release covers it: go there, and remember it as the reference. (While it lies in the
       last bin, a small batch, wide norms and samples of gradient 0 look alike: look again from
       where ``C`` is, then from the estimated quantile ``q``, then settle for that of ``gamma``.)
@@ -102,7 +104,8 @@ class AutoController:
         is_resolved = near_zero < q or indicator.num_slots == 1
         target = q if is_resolved else 1 - (1 - q) * (1 - near_zero)
         if below < target:
-            return float(clip_norm * _MAX_GROWTH ** (1 - below / target))
+            exponent = max(_LEAST_EXPONENT, 1 - below / target)
+            return float(clip_norm * _MAX_GROWTH**exponent)
         self._doubts = 0 if is_resolved else self._doubts + 1
         if self._doubts == 1 or indicator.num_slots == 1:
             found = clip_norm

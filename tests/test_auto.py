@@ -101,6 +101,29 @@ def test_the_level_is_found_from_six_orders_of_magnitude_away(
     assert statistics.median(extremes) <= 2.0
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "sigma", "least"), [(64, 1.0, 0.6), (64, 3.0, 0.6), (256, 1.0, 0.8)]
+)
+def test_a_search_does_not_stop_at_the_first_lucky_draw(batch_size, sigma, least):
+    """Where norms are so wide that C climbs for long, what is found is little below the median.
+
+    The third quartile is 6.6 medians, as for a trained model. Medians over 60 fixed seeds; growth
+    that slows down all the way to the target ends at 0.53, 0.50 and 0.70.
+    """
+
+    def draw(n: int, g: torch.Generator) -> torch.Tensor:
+        return (2.8 * torch.randn(n, generator=g, dtype=torch.float64)).exp()
+
+    settled, ends = [], []
+    for seed in range(60):
+        options = {"batch_size": batch_size, "sigma": sigma, "seed": seed}
+        thresholds = trajectory(AutoController(FixedController()), draw, 1e-6, **options)
+        settled.append(max(i for i, c in enumerate(thresholds) if not 0.5 <= c <= 13.2) + 1)
+        ends.append(thresholds[-1])
+    assert statistics.median(settled) <= 30
+    assert least <= statistics.median(ends) <= 2.0
+
+
 @pytest.mark.parametrize("then", [SlaClipController, SlaClipQController, FixedController])
 @pytest.mark.parametrize("power", [-10, 10])  # about 1e-3 and 1e3; exact in binary
 def test_what_follows_has_no_scale_of_its_own(then, power):
@@ -131,8 +154,10 @@ def test_far_below_it_doubles():
     assert AutoController()(3.0, indicator_of([0.0, 0.0, 0.0])) == 6.0
 
 
-def test_nearer_it_grows_less():
-    assert AutoController()(3.0, indicator_of([0.25, 0.1, 0.0])) == pytest.approx(3 * 2**0.5)
+@pytest.mark.parametrize(("first", "exponent"), [(0.1, 0.8), (0.25, 0.75), (0.49, 0.75)])
+def test_nearer_it_grows_a_little_less(first, exponent):
+    found = AutoController()(3.0, indicator_of([first, 0.1, 0.0]))
+    assert found == pytest.approx(3 * 2**exponent)
 
 
 def test_far_above_it_falls_to_the_edge_of_the_last_bin():
@@ -151,7 +176,7 @@ def test_a_release_that_covers_the_median_is_taken_at_its_word():
 
 def test_samples_of_gradient_zero_are_left_out_of_the_aim():
     """0.6 near zero: the aim is the quantile 0.8, which is not reached yet."""
-    assert AutoController()(1.0, indicator_of([0.6, 0.6])) == pytest.approx(2 ** (1 - 0.6 / 0.8))
+    assert AutoController()(1.0, indicator_of([0.6, 0.6])) == pytest.approx(2**0.75)
 
 
 def test_an_unclear_release_is_looked_at_three_times():
