@@ -179,15 +179,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _sweep(args: argparse.Namespace, file: RowFile) -> int:
+    pool = cells(args)
     if args.dry_run:
-        _report("the pool", _missing(cells(args), file), file, args)
+        _report("the pool", _missing(pool, file), file, args)
         return 0
     if args.retry_errors:
-        wanted = set(cells(args))
+        wanted = set(pool)
         file.drop(lambda row: "error" in row and cell_of(row) in wanted)
-    errors = _run_missing("the pool", cells(args), file, args)
+    errors = _run_missing("the pool", pool, file, args)
     if args.best_seeds:
-        again = best_cells(cells(args), file.read(), args.best_seeds)
+        again = best_cells(pool, file.read(), args.best_seeds)
         errors += _run_missing("the best", again, file, args)
     print(f"{args.output}: {len(file.read())} rows, {errors} new errors")
     return 0

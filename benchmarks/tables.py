@@ -152,6 +152,7 @@ def translated_markdown(group: Group) -> str:
     rows = []
     for record in translated(group):
         noise = record["difference_std"]
+        spread = "" if noise is None else f" ± {_percent(noise)}"
         rows.append(
             [
                 record["method"],
@@ -159,7 +160,7 @@ def translated_markdown(group: Group) -> str:
                 f"{_percent(record['test_mean'])} ({record['num_seeds']})",
                 record["rival"],
                 f"{_percent(record['rival_test_mean'])} ({record['rival_num_seeds']})",
-                f"{100 * record['difference']:+.2f}" + (f" ± {_percent(noise)}" if noise else ""),
+                f"{100 * record['difference']:+.2f}{spread}",
             ]
         )
     return _markdown(_TRANSLATED_HEAD, rows) if rows else ""

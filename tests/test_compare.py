@@ -286,7 +286,10 @@ def test_errors_are_kept_and_run_again_only_on_demand(tmp_path: Path) -> None:
     RowFile(output).append(fake_row(cell, error="the worker process died with exit code -9"))
     options = ["--methods", "flat", "--seeds", "42"]
     assert "error" in run_main(output, *options)[0]
-    (row,) = run_main(output, *options, "--retry-errors")
+    other = fake_row(replace(cell, seed=7), error="of another pool, which this run would not retry")
+    RowFile(output).append(other)
+    kept, row = run_main(output, *options, "--retry-errors")
+    assert kept == other
     assert "error" not in row
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import defaultdict
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 
@@ -56,3 +59,42 @@ def test_the_main_readme_shows_what_mnist_gave() -> None:
         within = f"{pool['num_within_overall_best']} of {pool['pool_size']}"
         row = f"| {best['method']} | {cell} | {100 * pool['test_mean']:.1f} % | {within} |"
         assert row in text
+
+
+def test_the_table_of_ideas_is_that_of_its_rows() -> None:
+    text = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    (head,) = re.findall(r"\| task, B \| rate \| (.*) \| seeds \|", text)
+    found: dict[tuple[str, int, float], dict[str, list[float]]] = defaultdict(dict)
+    mnist = [run for run in load([RESULTS / "mnist.jsonl"]).runs if run.method == "slaclip-auto"]
+    same = [run for run in mnist if run.config.learning_rate == 0.1 and run.seed == 42]
+    for run in [*load([RESULTS / "ideas.jsonl"]).runs, *same]:
+        cell = run.row["cell"]
+        setting = found[cell["task"], cell["batch_size"], cell["learning_rate"]]
+        setting.setdefault(run.method, []).append(100 * run.row["test_accuracy"])
+
+    def shown(values: list[float]) -> str:
+        spread = f" ± {stdev(values):.1f}" if len(values) > 1 else ""
+        return f"{fmean(values):.1f}{spread}" if values else "–"
+
+    for (task, batch_size, rate), accuracies in found.items():
+        cells = " | ".join(shown(accuracies.get(method, [])) for method in head.split(" | "))
+        seeds = max(map(len, accuracies.values()))
+        assert f"| {task}, {batch_size} | {rate:g} | {cells} | {seeds} |" in text
+
+
+def test_the_table_of_the_search_is_that_of_its_rows() -> None:
+    text = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in (RESULTS / "search.jsonl").read_text().splitlines()]
+    assert {row["task"] for row in rows} == {"digits", "mnist", "imdb", "names"}
+    for state, batch_size in {(row["state"], row["batch_size"]) for row in rows}:
+        some = [r for r in rows if (r["state"], r["batch_size"]) == (state, batch_size)]
+        has_note = (state, batch_size) == ("trained", 64)
+        steps = max(r["steps"] for r in some if not (has_note and r["task"] == "names"))
+        note = "; Names from below: 26 or never" if has_note else ""
+        overshoot, off = max(r["overshoot"] for r in some), sum(r["off"] for r in some)
+        start = f"| {state} | {batch_size} | {steps:g}{note} |"
+        assert f"{start} {overshoot:.2f} | {off} of {sum(r['seeds'] for r in some)} |" in text
+    names = [
+        r for r in rows if (r["task"], r["state"], r["batch_size"]) == ("names", "trained", 64)
+    ]
+    assert {r["steps"] for r in names if r["start"] != 1e6} == {26, 61}  # 61: not in 60 steps

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks import search, tasks
+from opacus_slaclip.auto import AUTO_CLIP_BOUNDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 
@@ -54,6 +55,12 @@ def test_a_search_over_equal_norms_ends_at_them(start: float) -> None:
     assert track[0] == start
     assert len(track) == search.NUM_STEPS + 1
     assert track[-1] == pytest.approx(0.3, rel=0.1)
+
+
+def test_a_search_stays_within_the_bounds_of_auto() -> None:
+    gone = torch.zeros(1000, dtype=torch.float64)
+    track = search.search(gone, start=1e6, batch_size=256, sigma=1.0, seed=0)
+    assert min(track) == track[-1] == AUTO_CLIP_BOUNDS[0]
 
 
 def test_rows_are_added_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
