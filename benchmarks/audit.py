@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import sys
 import time
 import warnings
@@ -27,15 +26,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import opacus
 import torch
 from tqdm import tqdm
 
-import opacus_slaclip
 from benchmarks import audit_composed
 from benchmarks.audit_attacks import Finding, expected_mu, run_attacks, verdict
 from benchmarks.audit_ranks import releases
 from benchmarks.audit_releases import FAMILIES, FAR, NUM_SLOTS
+from benchmarks.cells import stamp
+from benchmarks.rows import RowFile
 
 # Gradient norm of the canary, in thresholds.
 CANARIES = {
@@ -85,22 +84,10 @@ def run_cells(family: str, canary: str, args: argparse.Namespace) -> list[Cell]:
     else:
         sides = releases(FAMILIES[family], norm, sigma=sigma, num_draws=args.draws, seed=seed)
         findings = run_attacks(FAMILIES[family], norm, sigma, sides, ERROR_PER_CELL)
-    seconds = round(time.perf_counter() - start, 1)
     return [
-        _key(family, canary, attack, args)
-        | _judged(family, norm, sigma, finding)
-        | {"seconds": seconds, "versions": _versions()}
+        _key(family, canary, attack, args) | _judged(family, norm, sigma, finding) | stamp(start)
         for attack, finding in findings.items()
     ]
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "opacus": opacus.__version__,
-        "opacus_slaclip": opacus_slaclip.__version__,
-    }
 
 
 def _key(family: str, canary: str, attack: str, args: argparse.Namespace) -> Cell:
@@ -223,18 +210,17 @@ def main(argv: list[str] | None = None) -> int:
     """Run what is missing in the output file, print the report, return 1 if the audit failed."""
     args = parse(argv)
     torch.set_num_threads(1)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    text = args.output.read_text() if args.output.exists() else ""
-    done = [json.loads(line) for line in text.splitlines()]
+    file = RowFile(args.output, lambda row: row["family"])
+    done = file.read()
     wanted = [c for c in (SHORT if args.short else CONFIGURATIONS) if c[0] in args.families]
     cells = []
     for family, canary in tqdm(wanted):
         keys = [_key(family, canary, attack, args) for attack in ATTACKS]
         found = [cell for key in keys for cell in done if key.items() <= cell.items()]
         if len(found) < len(keys):
-            found = run_cells(family, canary, args)
-            with args.output.open("a") as file:
-                file.writelines(json.dumps(cell) + "\n" for cell in found)
+            known, found = found, run_cells(family, canary, args)
+            for cell in found[len(known) :]:  # a killed run kept the first of them
+                file.append(cell)
         cells += found
     print(report(cells))
     failed = any(cell["verdict"] != "ok" for cell in cells)

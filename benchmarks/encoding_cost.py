@@ -10,7 +10,6 @@ directly as a B x K matrix, in alternating blocks of one process (median over bl
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from benchmarks.rows import RowFile
 from benchmarks.step_time import machine
 from opacus_slaclip.slack import sum_slack
 
@@ -107,19 +107,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/encoding_cost.jsonl"))
     parser.add_argument("--figure", type=Path)
     args = parser.parse_args(argv)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    done: dict[tuple[int, int], dict[str, Any]] = {}
-    if args.output.exists():
-        rows = map(json.loads, args.output.read_text().splitlines())
-        done = {(row["batch_size"], row["num_slots"]): row for row in rows}
+    file = RowFile(args.output, _key)
+    done = {_key(row): row for row in file.read()}
     wanted = [(batch, slots) for batch in args.batch_sizes for slots in args.num_slots]
     for batch, slots in tqdm([key for key in wanted if key not in done]):
         row = measure(
             batch, slots, blocks=args.blocks, seconds=args.seconds, device=args.device
         ) | {"machine": machine(args.device)}
         done[batch, slots] = row
-        with args.output.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        file.append(row)
     print("| B | K | sum_slack, µs | B x K matrix, µs |\n|---|---|---|---|")
     for batch, slots in wanted:
         row = done[batch, slots]
@@ -127,6 +123,10 @@ def main(argv: list[str] | None = None) -> None:
         print(f"| {batch} | {slots} | {row['sum_slack_us']:.0f} | {matrix} |")
     if args.figure is not None:
         draw([done[key] for key in wanted]).savefig(args.figure, dpi=120)
+
+
+def _key(row: dict[str, Any]) -> tuple[int, int]:
+    return row["batch_size"], row["num_slots"]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from benchmarks.cells import Cell, Row
 
@@ -19,10 +19,12 @@ class RowFile:
 
     Args:
         path: The file; made, with its folder, by the first row.
+        key: Tells what a row is the result of, and raises on one of another benchmark.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, key: Callable[[Row], Any] | None = None) -> None:
         self.path = path
+        self.key = key or cell_of
 
     def read(self) -> list[Row]:
         """Return the finished rows, oldest first.
@@ -37,7 +39,7 @@ class RowFile:
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
-                cell_of(row)
+                self.key(row)
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(
                     f"{self.path}, line {number}, is not a row of this benchmark ({error}). Move "

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks import tasks
+from benchmarks.cells import Row, stamp
 from benchmarks.corpora import CorpusError
+from benchmarks.rows import RowFile
 from opacus_slaclip import AutoController, FixedController, SlackIndicator, recommended_num_slots
 from opacus_slaclip.auto import AUTO_CLIP_BOUNDS, AUTO_START
 from opacus_slaclip.demo import DemoError
@@ -143,7 +145,7 @@ def _quantile_90(values: Sequence[float]) -> float:
     return sorted(values)[math.ceil(0.9 * len(values)) - 1]
 
 
-def rows(args: argparse.Namespace, done: set[str]) -> Iterator[dict[str, Any]]:
+def rows(args: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[Row]:
     """Yield a row for each setting that is not done."""
     for task, state in itertools.product(args.tasks, STATES):
         settings: list[dict[str, Any]] = [
@@ -151,7 +153,7 @@ def rows(args: argparse.Namespace, done: set[str]) -> Iterator[dict[str, Any]]:
             | {"scale": scale, "batch_size": batch, "sigma": args.sigma, "seeds": args.seeds}
             for (start, scale), batch in itertools.product(STARTS, args.batch_sizes)
         ]
-        missing = [each for each in settings if json.dumps(each) not in done]
+        missing = [each for each in settings if _key(each) not in done]
         if not missing:
             continue
         samples = tasks.load(task, args.data_root).train
@@ -161,13 +163,18 @@ def rows(args: argparse.Namespace, done: set[str]) -> Iterator[dict[str, Any]]:
             train(module, samples, args.train_steps)
         norms = gradient_norms(module, samples)
         for each in missing:
+            begin = time.perf_counter()
             scaled = norms * each["scale"]
             median, high = (float(q) for q in scaled.quantile(scaled.new_tensor(LEVEL)))
             start = AUTO_START if each["start"] is None else each["start"] * median
             options = {"start": start, "batch_size": each["batch_size"], "sigma": args.sigma}
             tracks = [search(scaled, seed=seed, **options) for seed in range(args.seeds)]
             about = {"median_norm": median, "quantile_75": high}
-            yield each | about | summarize(tracks, median, high)
+            yield each | about | summarize(tracks, median, high) | stamp(begin)
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in _SETTING)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -181,16 +188,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--train-steps", type=int, default=1500)
     parser.add_argument("--output", type=Path, default=Path("outputs/search.jsonl"))
     args = parser.parse_args(argv)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    found = []
-    if args.output.exists():
-        found = [json.loads(line) for line in args.output.read_text().splitlines()]
-    done = {json.dumps({name: row[name] for name in _SETTING}) for row in found}
+    file = RowFile(args.output, _key)
+    found = file.read()
+    done = set(map(_key, found))
     try:
         for row in tqdm(rows(args, done), unit="setting"):
             found.append(row)
-            with args.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            file.append(row)
     except (CorpusError, DemoError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,22 +1,22 @@
 """Claim: a step of SlaClip costs what a step of flat clipping costs, in time and in memory.
 
-Times whole steps (zero_grad, forward, backward, step) of private optimizers in one process, in
-blocks that alternate between the methods, and reports the median over blocks of the paired ratio.
-Peak memory is the maximum resident size of separate processes (the allocator's peak on a GPU).
+Times whole steps (forward, backward, step, zero_grad) of private optimizers in one process, in
+blocks that alternate between the methods, and reports the median over blocks of the paired ratio,
+with half the distance between its quartiles. Peak memory is what model, batch and steps add to the
+resident size of a separate process (the allocator's peak on a GPU).
 
     python -m benchmarks.step_time
-    python -m benchmarks.step_time --models lenet_cnn --modes hooks --num-slots 10 500
+    python -m benchmarks.step_time --models lenet_cnn --num-slots 10 500 --batch-sizes 64
 
-Each finished row is appended to ``--output`` at once, and rows that are there are not run again.
+Numbers of slots that are measured together share their blocks of flat and adaptive clipping. They
+are appended to ``--output`` at once, and rows that are there are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import platform
-import resource
 import statistics
 import time
 import warnings
@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 import opacus_slaclip
 from benchmarks import models
+from benchmarks.rows import RowFile
 
 # name: (model, makes the inputs of n samples, classes, batch size)
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor], int, int]] = {
@@ -48,6 +49,8 @@ _PAIRS = {
     "adaptive": ("adaptive", "flat"),
     "slaclip_adaptive": ("slaclip", "adaptive"),
 }
+_PROCESS = Path("/proc/self/status")
+_MEMORY_STEPS = 3
 _ADAPTIVE = {
     "target_unclipped_quantile": 0.5,
     "clipbound_learning_rate": 0.2,
@@ -85,11 +88,11 @@ def make_step(row: dict[str, Any], method: str, device: str) -> Callable[[], Non
     criterion = private[2] if is_ghost else nn.CrossEntropyLoss(reduction=reduction)
 
     def step() -> None:
-        optimizer.zero_grad()
         with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
             loss = criterion(module(inputs), labels)
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()  # at the end, so that a method that waits keeps no gradients
         if device == "cuda":
             torch.cuda.synchronize()
 
@@ -101,7 +104,7 @@ def time_blocks(
 ) -> Iterator[dict[str, float]]:
     """Yield, block by block, the seconds a step of each method takes, side by side."""
     for step in steps.values():
-        for _ in range(3):
+        for _ in range(2):
             step()
     start = time.perf_counter()
     for step in steps.values():
@@ -120,7 +123,7 @@ def time_blocks(
 
 
 def peak_memory(row: dict[str, Any], method: str, device: str) -> int:
-    """Return the peak memory in bytes of a fresh process that takes five steps."""
+    """Return the bytes that model, batch and a few steps add to a fresh process, at their peak."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         return int(pool.apply(_peak_memory, (row, method, device)))
@@ -129,52 +132,59 @@ def peak_memory(row: dict[str, Any], method: str, device: str) -> int:
 def _peak_memory(row: dict[str, Any], method: str, device: str) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    before = 0 if device == "cuda" else _process_memory("VmRSS")
     step = make_step(row, method, device)
-    for _ in range(5):
+    for _ in range(_MEMORY_STEPS):
         step()
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _process_memory("VmHWM") - before
 
 
-def measure(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Return the row with times, ratios to flat and peak memories."""
-    methods = [m for m in args.methods if m != "adaptive" or row["mode"] == "hooks"]
-    steps = {method: make_step(row, method, args.device) for method in methods}
+def _process_memory(name: str) -> int:
+    # Not getrusage: its maximum is that of the parent where the parent is larger.
+    fields = dict(line.split(":", 1) for line in _PROCESS.read_text().splitlines())
+    return 1024 * int(fields[name].split()[0])
+
+
+def measure(
+    setting: dict[str, Any], slots: list[int], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Return a row for each number of slots, with times, ratios and peak memories.
+
+    All are timed side by side, so they share the blocks of flat and adaptive clipping.
+    """
+    methods = [m for m in args.methods if m != "adaptive" or setting["mode"] == "hooks"]
+    rows = {num_slots: setting | {"num_slots": num_slots} for num_slots in slots}
+    runs = [(m, k) for m in methods for k in (slots if m == "slaclip" else slots[:1])]
+    steps = {f"{m} {k}": make_step(rows[k], m, args.device) for m, k in runs}
     blocks = list(time_blocks(steps, args.blocks, args.seconds))
-    result = dict(row)
-    for method in methods:
-        result[f"{method}_ms"] = 1e3 * statistics.median(b[method] for b in blocks)
-    for name, (method, base) in _PAIRS.items():
-        if {method, base} <= set(methods):
-            ratios = sorted(b[method] / b[base] for b in blocks)
-            result[f"{name}_time_ratio"] = statistics.median(ratios)
-            quarter = len(ratios) // 4
-            result[f"{name}_time_ratio_iqr"] = [ratios[quarter], ratios[-1 - quarter]]
+    peaks = {}
     if args.memory:
-        peaks = {method: peak_memory(row, method, args.device) for method in methods}
-        result["flat_peak_mib"] = peaks["flat"] / 2**20
+        peaks = {f"{m} {k}": peak_memory(rows[k], m, args.device) for m, k in runs}
+    for num_slots, row in rows.items():
+        keys = {m: f"{m} {num_slots if m == 'slaclip' else slots[0]}" for m in methods}
+        for method, key in keys.items():
+            row[f"{method}_ms"] = 1e3 * statistics.median(b[key] for b in blocks)
+            if peaks:
+                row[f"{method}_peak_mib"] = peaks[key] / 2**20
         for name, (method, base) in _PAIRS.items():
             if {method, base} <= set(methods):
-                result[f"{name}_memory_ratio"] = peaks[method] / peaks[base]
-    return result
+                ratios = sorted(b[keys[method]] / b[keys[base]] for b in blocks)
+                quarter = len(ratios) // 4
+                row[f"{name}_time_ratio"] = statistics.median(ratios)
+                row[f"{name}_time_ratio_iqr"] = [ratios[quarter], ratios[-1 - quarter]]
+    return list(rows.values())
 
 
-def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows that are asked for; ghost clipping has no bfloat16."""
+def settings(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the settings that are asked for; ghost clipping has no bfloat16."""
     return [
-        {
-            "model": model,
-            "mode": mode,
-            "dtype": dtype,
-            "batch_size": batch or CASES[model][3],
-            "num_slots": num_slots,
-        }
+        {"model": model, "mode": mode, "dtype": dtype, "batch_size": batch or CASES[model][3]}
         for model in args.models
         for mode in args.modes
         for dtype in args.dtypes
         for batch in (args.batch_sizes or [None])
-        for num_slots in args.num_slots
         if not (mode == "ghost" and dtype == "bfloat16")
     ]
 
@@ -193,26 +203,45 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Return the results as a Markdown table."""
-    lines = [
-        "| model | mode | dtype | batch | K | flat, ms | slaclip / flat (quartiles) | memory | "
-        "slaclip / adaptive (quartiles) | memory |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for r in results:
-        cells = [r["model"], r["mode"], r["dtype"], r["batch_size"], r["num_slots"]]
-        cells += [f"{r['flat_ms']:.2f}", *_ratios(r, "slaclip"), *_ratios(r, "slaclip_adaptive")]
+    """Return the results as a Markdown table, a line a setting.
+
+    Time ratios are medians +- half the distance between the quartiles. Of the ratios to adaptive
+    clipping it has the median over K, and of memory the ratio that is largest over K.
+    """
+    by_setting: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in results:
+        by_setting.setdefault(_key(row)[:-1], []).append(row)
+    slots = sorted({row["num_slots"] for row in results})
+    heads = ["model", "mode", "dtype", "batch", "flat, ms", "flat, MiB"]
+    heads += [f"K = {k}" for k in slots]
+    heads += ["adaptive / flat", "slaclip / adaptive", "memory / flat", "memory / adaptive"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for setting, rows in by_setting.items():
+        by_slots = {row["num_slots"]: row for row in rows}
+        first = rows[0]
+        cells = [*setting, _number(first.get("flat_ms"), 2), _number(first.get("flat_peak_mib"), 0)]
+        cells += [_time_ratio(by_slots.get(k, {}), "slaclip") for k in slots]
+        cells.append(_time_ratio(first, "adaptive"))
+        name = "slaclip_adaptive_time_ratio"
+        to_adaptive = [row[name] for row in rows if name in row]
+        cells.append(_number(statistics.median(to_adaptive) if to_adaptive else None, 3))
+        for base in ("flat", "adaptive"):
+            pair = ("slaclip_peak_mib", f"{base}_peak_mib")
+            most = [r[pair[0]] / r[pair[1]] for r in rows if set(pair) <= set(r)]
+            cells.append(_number(max(most) if most else None, 3))
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
-def _ratios(row: dict[str, Any], name: str) -> tuple[str, str]:
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _time_ratio(row: dict[str, Any], name: str) -> str:
     if f"{name}_time_ratio" not in row:
-        return "", ""
+        return ""
     low, high = row[f"{name}_time_ratio_iqr"]
-    memory = row.get(f"{name}_memory_ratio")
-    time_ratio = f"{row[f'{name}_time_ratio']:.3f} ({low:.3f} to {high:.3f})"
-    return time_ratio, "" if memory is None else f"{memory:.3f}"
+    return f"{row[f'{name}_time_ratio']:.3f} ± {(high - low) / 2:.3f}"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -226,8 +255,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-sizes", nargs="+", type=int, metavar="B")
     parser.add_argument("--blocks", type=int, default=25, help="paired blocks a row")
     parser.add_argument("--seconds", type=float, default=0.4, help="per method and block")
-    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    has_cuda = torch.cuda.is_available()
+    can_see = has_cuda or _PROCESS.exists()
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=can_see)
+    parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
     parser.add_argument("--output", type=Path, default=Path("outputs/step_time.jsonl"))
     return parser.parse_args(argv)
 
@@ -236,19 +267,18 @@ def main(argv: list[str] | None = None) -> None:
     """Measure what is missing in the output file and print the table."""
     warnings.simplefilter("ignore")  # Opacus's notices; nothing here is trained
     args = parse(argv)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    done = {}
-    if args.output.exists():
-        for line in args.output.read_text().splitlines():
-            result = json.loads(line)
-            done[_key(result)] = result
-    print(machine(args.device))
-    wanted = rows(args)
-    for row in tqdm([row for row in wanted if _key(row) not in done]):
-        done[_key(row)] = measure(row, args)
-        with args.output.open("a") as file:
-            file.write(json.dumps(done[_key(row)] | {"machine": machine(args.device)}) + "\n")
-    print(table([done[_key(row)] for row in wanted]))
+    file = RowFile(args.output, _key)
+    done = {_key(row): row for row in file.read()}
+    about = {"machine": machine(args.device), "blocks": args.blocks}
+    print(about)
+    wanted = settings(args)
+    for setting in tqdm(wanted, unit="setting"):
+        missing = [k for k in args.num_slots if _key(setting | {"num_slots": k}) not in done]
+        for row in measure(setting, missing, args) if missing else ():
+            done[_key(row)] = row
+            file.append(row | about)
+    keys = [_key(setting | {"num_slots": k}) for setting in wanted for k in args.num_slots]
+    print(table([done[key] for key in keys]))
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:

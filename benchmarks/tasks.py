@@ -75,8 +75,8 @@ TASKS = {
     "mnist": _IMAGES,
     "fashion-mnist": _IMAGES,
     "cifar10": Task({"cifar_cnn": 125.0}, 6.0, 1e-5, 1024, 90),
-    "names": Task({"name_lstm": 75.0}, 2.0, 8e-5, 256, 30, momentum=0.0, weight_decay=0.0),
-    "imdb": Task({"mean_words": 15.0}, 4.0, 1e-5, 512, 90),
+    "names": Task({"name_lstm": 26.0}, 2.0, 8e-5, 256, 30, momentum=0.0, weight_decay=0.0),
+    "imdb": Task({"mean_words": 6.0}, 4.0, 1e-5, 512, 90),
 }
 
 
