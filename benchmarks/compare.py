@@ -19,8 +19,10 @@ import itertools
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -128,15 +130,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--task", choices=tasks.TASKS, default="digits")
     add("--model", choices=tasks.MODELS, help="default: the task's first")
-    add("--methods", nargs="+", choices=methods.METHODS, default=list(methods.PAPER))
-    add("--learning-rates", nargs="+", type=float, default=list(tasks.LEARNING_RATES))
-    add("--clip-norms", nargs="+", type=float, default=list(tasks.CLIP_NORMS), metavar="C_0")
-    add("--schedules", nargs="+", choices=tasks.SCHEDULES, default=list(tasks.SCHEDULES))
-    add("--seeds", nargs="+", type=int, default=list(tasks.SEEDS))
+    _add_axis(parser, "--methods", methods.PAPER, choices=methods.METHODS)
+    _add_axis(parser, "--learning-rates", tasks.LEARNING_RATES, metavar="LR")
+    _add_axis(parser, "--clip-norms", tasks.CLIP_NORMS, metavar="C_0")
+    _add_axis(parser, "--schedules", tasks.SCHEDULES, choices=tasks.SCHEDULES)
+    _add_axis(parser, "--seeds", tasks.SEEDS, metavar="SEED")
     add("--best-seeds", nargs="+", type=int, default=[], metavar="SEED", help=_BEST_HELP)
-    add("--epsilons", nargs="+", type=float, help="budgets at the task's delta")
-    add("--epochs", type=int)
-    add("--batch-size", type=int, metavar="B", help="expected batch size")
+    add("--epsilons", nargs="+", type=float, help="at the task's delta; default: the task's")
+    add("--epochs", type=int, help="default: the task's")
+    add("--batch-size", type=int, metavar="B", help="expected; default: the task's")
     add("--weight-decay", type=float, help="default: the task's")
     add("--jobs", type=int, default=1, metavar="N", help="processes, of one thread each")
     add("--data-root", type=Path, metavar="DIR", help="folder of the data; digits need none")
@@ -159,6 +161,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if min(*args.learning_rates, *args.clip_norms, *args.epsilons) <= 0:
         parser.error("--learning-rates, --clip-norms and --epsilons must be positive")
     return args
+
+
+def _add_axis(
+    parser: argparse.ArgumentParser, name: str, default: Sequence[Any], **options: Any
+) -> None:
+    shown = f"default: {' '.join(map(str, default))}"
+    kind = type(default[0])
+    parser.add_argument(name, nargs="+", type=kind, default=list(default), help=shown, **options)
 
 
 _BEST_HELP = "then repeat each method's best cell (on the held-out tenth) with these seeds"

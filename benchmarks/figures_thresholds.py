@@ -29,6 +29,7 @@ _THRESHOLD = "threshold $C_t$ (gradient norm)"
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)), (0, (2, 2)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _LINEAR = 5.0  # thresholds further apart than this factor need a logarithmic axis
+_DECADES = 2.5  # of gradient norms that a panel shows, down from its highest threshold
 _MOVED = 1.001  # a threshold whose extremes differ by less stood still
 
 
@@ -137,6 +138,7 @@ def indicator_curves(group: Group) -> Figure | None:
 
     Slot j of K is the average of the distribution function of the gradient norms over the bin
     [C (1 - j/K), C (1 - (j - 1)/K)] and is drawn at the bin's middle, as released: noise included.
+    Steps whose threshold is too low for the panel's axis are left out.
     The run is the first pool seed's. Returns None if no row has indicators.
     """
     chosen = {}
@@ -151,7 +153,9 @@ def indicator_curves(group: Group) -> Figure | None:
 
     def draw(axes: Axes, method: str) -> None:
         run = chosen[method]
-        snapshots = _snapshots(run)
+        highest = max(clip for _, clip, _ in _snapshots(run))
+        lowest = highest / 10**_DECADES
+        snapshots = [shot for shot in _snapshots(run) if shot[1] > 2 * lowest]
         for index, color in enumerate(ordered_colors(len(snapshots))):
             step, clip, values = snapshots[index]
             slots = np.arange(len(values), 0, -1)
@@ -167,6 +171,14 @@ def indicator_curves(group: Group) -> Figure | None:
                 markeredgecolor="white",
                 linewidth=1.6,
             )
+        if highest > _LINEAR * min(clip for _, clip, _ in snapshots):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.set_xlim(lowest, 1.1 * highest)
+        else:
+            axes.set_xlim(0.0, 1.03 * highest)
+        axes.set_ylim(-0.03, 1.03)
+        axes.grid(axis="y", **GRID)
         axes.set_title(f"{method} (lr {run.config.learning_rate:g})")
         axes.set_xlabel("gradient norm of a sample")
         below: dict[str, Any] = {
@@ -177,16 +189,6 @@ def indicator_curves(group: Group) -> Figure | None:
         axes.legend(title="step and its threshold", frameon=False, fontsize=8.0, **below)
 
     figure, panels = _panels(list(chosen), draw, "", height=4.9 - 0.35 * columns)
-    clips = [clip for run in chosen.values() for _, clip, _ in _snapshots(run)]
-    for axes in panels:
-        if max(clips) > _LINEAR * min(clips):
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.set_xlim(max(clips) / 100, 1.1 * max(clips))
-        else:
-            axes.set_xlim(0.0, 1.03 * max(clips))
-        axes.set_ylim(-0.03, 1.03)
-        axes.grid(axis="y", **GRID)
     panels[0].set_ylabel("fraction of samples at or below")
     add_title(figure, f"{group.title}: gradient norms as released")
     return figure

@@ -134,7 +134,11 @@ def _section(each: Group, kinds: Iterable[str]) -> str:
     ]
     free = tables.translated_markdown(each)
     if free:
-        parts += ["**Nothing tuned but what flat needs**", free, tables.TRANSLATED_NOTE]
+        parts += [
+            "**At the one learning rate that flat's best cell gives**",
+            free,
+            tables.TRANSLATED_NOTE,
+        ]
     for kind in kinds:
         caption = FIGURES[kind][1]
         parts += [f"![{each.title}: {kind}]({each.name}-{kind}.png)", caption]

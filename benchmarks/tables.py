@@ -28,13 +28,14 @@ _ROBUST_HEAD = (
     "pool | seeds"
 )
 _TRANSLATED_HEAD = (
-    "method | learning rate | test, % (n) | best cell of | test, % (n) | difference, points"
+    "method | learning rate | schedule | test, % (n) | best cell of | test, % (n) | "
+    "difference, points"
 )
 TRANSLATED_NOTE = (
     "Methods without C_0 at a single learning rate, that of flat's best cell by validation times "
-    "its C, against the best cell by validation of every other method's whole pool. ± is the "
-    "standard error of the difference by the seeds of both (n each). Weight decay, where there is "
-    "some, is not translated."
+    "its C, and at its schedule, against the best cell by validation of every other method's whole "
+    "pool. ± is the standard error of the difference by the seeds of both (n each). Weight decay, "
+    "where there is some, is not translated."
 )
 _STUCK = {
     "names": " Predicting the most frequent class (9,384 of 20,050 names are Russian) scores 47 %, "
@@ -125,7 +126,8 @@ def translated(group: Group) -> list[dict[str, Any]]:
         for rival in (pool for pool in group.pools.values() if ours and pool.has_start):
             theirs = rival.test_accuracies(rival.best) if rival.best else []
             if theirs:
-                records.append(_difference(free.method, rate, ours, rival.method, theirs))
+                pair = _difference(free.method, rate, ours, rival.method, theirs)
+                records.append(pair | {"schedule": schedule})
     return records
 
 
@@ -157,6 +159,7 @@ def translated_markdown(group: Group) -> str:
             [
                 record["method"],
                 _number(record["learning_rate"]),
+                record["schedule"],
                 f"{_percent(record['test_mean'])} ({record['num_seeds']})",
                 record["rival"],
                 f"{_percent(record['rival_test_mean'])} ({record['rival_num_seeds']})",

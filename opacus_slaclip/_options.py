@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from opacus.optimizers import get_optimizer_class
+
 from opacus_slaclip._validate import (
     check_clip_bounds,
     check_clip_norm,
@@ -59,10 +61,11 @@ def check_names(names: Iterable[str], accepted: Iterable[str], *, clipping: str)
                 f"unclipped_num_std does not apply to clipping={clipping!r}: SlaClip needs no "
                 "extra noisy count. Remove it."
             )
-        nearest = difflib.get_close_matches(name, accepted, n=1, cutoff=0.0)[0]
+        nearest = difflib.get_close_matches(name, accepted, n=1)
+        hint = f"Did you mean {nearest[0]!r}? " if nearest else ""
         raise TypeError(
             f"make_private got an unexpected keyword argument {name!r} for clipping={clipping!r}. "
-            f"Did you mean {nearest!r}? Accepted options are {', '.join(OPTIONS)}."
+            f"{hint}Accepted options are {', '.join(OPTIONS)}."
         )
 
 
@@ -70,7 +73,7 @@ def refuse_only_ours(options: Mapping[str, Any], *, clipping: Any) -> None:
     """Check what goes through to Opacus.
 
     Raises:
-        ValueError: If ``clipping`` is a misspelt value of ours.
+        ValueError: If ``clipping`` is a misspelt value of ours, or one that Opacus has not either.
         TypeError: If an option that only SlaClip has is given to another clipping.
     """
     nearest = difflib.get_close_matches(str(clipping).lower(), CONTROLLERS, n=1, cutoff=0.7)
@@ -78,6 +81,11 @@ def refuse_only_ours(options: Mapping[str, Any], *, clipping: Any) -> None:
         raise ValueError(
             f"clipping must be one of {sorted(CONTROLLERS)} or a value of Opacus's, got "
             f"{clipping!r}. Did you mean {nearest[0]!r}?"
+        )
+    if not any(_opacus_knows(clipping, mode) for mode in ("hooks", "ghost")):
+        raise ValueError(
+            f"clipping must be one of {sorted(CONTROLLERS)} or a value of Opacus's, such as "
+            f"'flat', got {clipping!r}."
         )
     if options.get("max_grad_norm") == _AUTO:
         raise TypeError(
@@ -90,6 +98,14 @@ def refuse_only_ours(options: Mapping[str, Any], *, clipping: Any) -> None:
                 f"{name} does not apply to clipping={clipping!r}. Remove it, or use one of "
                 f"{sorted(CONTROLLERS)}."
             )
+
+
+def _opacus_knows(clipping: Any, mode: str) -> bool:
+    try:
+        get_optimizer_class(clipping, distributed=False, grad_sample_mode=mode)
+    except ValueError:
+        return False
+    return True
 
 
 def resolve_options(

@@ -171,6 +171,19 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(
     assert_refused(TypeError, match, method, clipping=clipping, **{name: 1})
 
 
+@pytest.mark.parametrize("name", ["eta", "lr"])
+def test_an_unknown_name_like_no_other_gets_the_list_alone(name: str) -> None:
+    match = f"argument '{name}' for clipping='slaclip'. Accepted options are num_slots, controller"
+    assert_refused(TypeError, match, clipping="slaclip", **{name: 1})
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("clipping", ["slack", "quantile", True, None])
+def test_a_clipping_that_opacus_does_not_know_either_is_refused(clipping: Any, method: str) -> None:
+    match = rf"one of \['slaclip', 'slaclip-q'\] or a value of Opacus's, .*got {clipping!r}\."
+    assert_refused(ValueError, match, method, clipping=clipping)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", ABSENT])
 def test_auto_is_refused_for_a_clipping_of_opacus(clipping: Any, method: str) -> None:

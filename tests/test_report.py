@@ -332,7 +332,9 @@ def test_the_translated_rate_is_that_of_flats_best_cell_times_its_threshold(tmp_
     assert versus_slaclip["difference"] == pytest.approx(-0.05)
     assert versus_slaclip["difference_std"] is None  # one seed
     table = tables.translated_markdown(only_group(tmp_path, rows))
-    assert "| slaclip-auto | 0.5 | 85.00 (2) | flat | 82.00 (3) | +3.00 ± 2.31 |" in table
+    assert (
+        "| slaclip-auto | 0.5 | constant | 85.00 (2) | flat | 82.00 (3) | +3.00 ± 2.31 |" in table
+    )
 
 
 @pytest.mark.parametrize("methods_run", [("flat", "slaclip"), ("slaclip", "slaclip-auto")])
@@ -471,6 +473,19 @@ def test_indicators_are_drawn_over_their_bins(tmp_path):
     assert np.allclose(last.get_xdata(), [0.25, 0.75, 1.25], rtol=1e-12)
     assert last.get_label() == "30: $C$ = 1.5"
     assert indicator_curves(only_group(tmp_path, [row(method="flat")])) is None
+
+
+def test_each_panel_of_indicators_shows_its_own_norms(tmp_path):
+    values = [0.9, 0.5]
+    low = row(method="slaclip-q") | {"indicators": [[1, 0.1, values], [30, 0.11, values]]}
+    searched = [[1, 1e-4, values], [10, 0.1, values], [30, 8.0, values]]
+    rows = [low, row(method="slaclip-auto") | {"indicators": searched}]
+    narrow, wide = panels(indicator_curves(only_group(tmp_path, rows))).values()
+    assert (narrow.get_xscale(), narrow.get_xlim()) == ("linear", (0.0, pytest.approx(0.1133)))
+    assert wide.get_xscale() == "log"
+    # The first step's threshold is far below the axis: no line, and no entry of the legend.
+    assert [line.get_label() for line in wide.lines] == ["10: $C$ = 0.1", "30: $C$ = 8"]
+    assert all(line.get_xdata().max() > wide.get_xlim()[0] for line in wide.lines)
 
 
 def test_methods_differ_in_color_marker_and_dashes(tmp_path):
