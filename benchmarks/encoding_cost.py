@@ -92,7 +92,7 @@ def draw(rows: list[dict[str, Any]]) -> Any:
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8, frameon=False)
     panels[0].set_ylabel("time of one encoding (µs)")
-    figure.suptitle("solid: sum_slack; dotted, hollow: the B x K matrix", fontsize=10)
+    figure.suptitle("solid: SlaClip's encoding; dotted, hollow: the B x K matrix", fontsize=10)
     return figure
 
 

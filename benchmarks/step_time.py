@@ -154,7 +154,7 @@ def measure(
 
     All are timed side by side, so they share the blocks of flat and adaptive clipping.
     """
-    methods = [m for m in args.methods if m != "adaptive" or setting["mode"] == "hooks"]
+    methods = _methods(setting, args)
     rows = {num_slots: setting | {"num_slots": num_slots} for num_slots in slots}
     runs = [(m, k) for m in methods for k in (slots if m == "slaclip" else slots[:1])]
     steps = {f"{m} {k}": make_step(rows[k], m, args.device) for m, k in runs}
@@ -180,7 +180,8 @@ def measure(
 def settings(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the settings that are asked for; ghost clipping has no bfloat16."""
     return [
-        {"model": model, "mode": mode, "dtype": dtype, "batch_size": batch or CASES[model][3]}
+        {"device": args.device, "model": model, "mode": mode, "dtype": dtype}
+        | {"batch_size": batch or CASES[model][3]}
         for model in args.models
         for mode in args.modes
         for dtype in args.dtypes
@@ -210,7 +211,7 @@ def table(results: list[dict[str, Any]]) -> str:
     """
     by_setting: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in results:
-        by_setting.setdefault(_key(row)[:-1], []).append(row)
+        by_setting.setdefault(_key(row)[1:-1], []).append(row)
     slots = sorted({row["num_slots"] for row in results})
     heads = ["model", "mode", "dtype", "batch", "flat, ms", "flat, MiB"]
     heads += [f"K = {k}" for k in slots]
@@ -273,7 +274,8 @@ def main(argv: list[str] | None = None) -> None:
     print(about)
     wanted = settings(args)
     for setting in tqdm(wanted, unit="setting"):
-        missing = [k for k in args.num_slots if _key(setting | {"num_slots": k}) not in done]
+        known = {k: done.get(_key(setting | {"num_slots": k})) for k in args.num_slots}
+        missing = [k for k, row in known.items() if not _is_measured(row, args)]
         for row in measure(setting, missing, args) if missing else ():
             done[_key(row)] = row
             file.append(row | about)
@@ -282,7 +284,20 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[k] for k in ("model", "mode", "dtype", "batch_size", "num_slots"))
+    names = ("device", "model", "mode", "dtype", "batch_size", "num_slots")
+    return tuple(row[name] for name in names)
+
+
+def _is_measured(row: dict[str, Any] | None, args: argparse.Namespace) -> bool:
+    """Return whether a row has all that is asked for."""
+    if row is None:
+        return False
+    has_memory = not args.memory or "flat_peak_mib" in row or "slaclip_peak_mib" in row
+    return has_memory and all(f"{m}_ms" in row for m in _methods(row, args))
+
+
+def _methods(setting: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    return [m for m in args.methods if m != "adaptive" or setting["mode"] == "hooks"]
 
 
 if __name__ == "__main__":

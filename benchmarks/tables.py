@@ -27,13 +27,10 @@ _ROBUST_HEAD = (
     "method | mean, % | within 2 points of its best | of the best of all | collapsed | errors | "
     "pool | seeds"
 )
-_TRANSLATED_HEAD = (
-    "method | learning rate | schedule | test, % (n) | best cell of | test, % (n) | "
-    "difference, points"
-)
 TRANSLATED_NOTE = (
-    "Methods without C_0 at a single learning rate, that of flat's best cell by validation times "
-    "its C, and at its schedule, against the best cell by validation of every other method's whole "
+    "Methods that need no C_0 (AUTO-S's own only multiplies its learning rate) at the one rate "
+    "that flat's best cell by validation gives, its learning rate times its C, and at its "
+    "schedule: the difference in points from the best cell by validation of each method's whole "
     "pool. ± is the standard error of the difference by the seeds of both (n each). Weight decay, "
     "where there is some, is not translated."
 )
@@ -101,13 +98,14 @@ def _robustness(group: Group, pool: Pool) -> dict[str, Any]:
 
 
 def translated(group: Group) -> list[dict[str, Any]]:
-    """Compare methods without C_0 at one learning rate with the best of every pool.
+    """Compare methods that need no C_0 at one learning rate with the best of every pool.
 
     The rate is ``learning rate x C`` of flat's best cell by validation, at its schedule: what a
-    step of unit length multiplies at a constant threshold.
+    step of unit length multiplies at a constant threshold. AUTO-S needs no C_0 either: its own
+    only multiplies its learning rate.
 
     Returns:
-        A record for each pair of a method without C_0 that ran there and a method with one:
+        A record for each pair of a method that needs no C_0 and ran there, and a method with one:
         ``difference`` of the mean test accuracies, and ``difference_std``, its standard error by
         the seeds of both, None where one of them has a single seed.
     """
@@ -116,13 +114,16 @@ def translated(group: Group) -> list[dict[str, Any]]:
         return []
     rate, schedule = flat.best.learning_rate * flat.best.clip_norm, flat.best.schedule
     records = []
-    for free in (pool for pool in group.pools.values() if not pool.has_start):
-        ours = [
-            accuracy
+    for free in group.pools.values():
+        if free.has_start and free.method != "auto-s":
+            continue
+        found = [
+            free.test_accuracies(config)
             for config in free.configs
-            if math.isclose(config.learning_rate, rate) and config.schedule == schedule
-            for accuracy in free.test_accuracies(config)
+            if config.schedule == schedule
+            and math.isclose(config.learning_rate * (free.start(config) or 1.0), rate)
         ]
+        ours = max(found, key=len, default=[])
         for rival in (pool for pool in group.pools.values() if ours and pool.has_start):
             theirs = rival.test_accuracies(rival.best) if rival.best else []
             if theirs:
@@ -151,22 +152,21 @@ def _difference(
 
 def translated_markdown(group: Group) -> str:
     """Return the table of :func:`translated`, empty if there is nothing to compare."""
-    rows = []
-    for record in translated(group):
-        noise = record["difference_std"]
+    records = translated(group)
+    if not records:
+        return ""
+    free = {each["method"]: each for each in records}
+    shown: dict[str, dict[str, str]] = {}
+    for each in records:
+        rival = f"{each['rival']} | {_percent(each['rival_test_mean'])} ({each['rival_num_seeds']})"
+        noise = each["difference_std"]
         spread = "" if noise is None else f" ± {_percent(noise)}"
-        rows.append(
-            [
-                record["method"],
-                _number(record["learning_rate"]),
-                record["schedule"],
-                f"{_percent(record['test_mean'])} ({record['num_seeds']})",
-                record["rival"],
-                f"{_percent(record['rival_test_mean'])} ({record['rival_num_seeds']})",
-                f"{100 * record['difference']:+.2f}{spread}",
-            ]
-        )
-    return _markdown(_TRANSLATED_HEAD, rows) if rows else ""
+        shown.setdefault(rival, {})[each["method"]] = f"{100 * each['difference']:+.2f}{spread}"
+    rate, schedule = _number(records[0]["learning_rate"]), records[0]["schedule"]
+    head = [f"at rate {rate}, {schedule}, against the best of", "test, % (n)"]
+    head += [f"{m}, {_percent(r['test_mean'])} ({r['num_seeds']})" for m, r in free.items()]
+    rows = [[rival, *(found.get(m, "") for m in free)] for rival, found in shown.items()]
+    return _markdown(" | ".join(head), rows)
 
 
 def pool_cells(group: Group) -> list[dict[str, Any]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 
 from opacus_slaclip._validate import check_in_range
+from opacus_slaclip._warnings import warn
 from opacus_slaclip.controllers import (
     Controller,
     SlaClipController,
+    ask,
     check_controller,
     is_stateful,
     read_controller_state,
@@ -24,6 +27,7 @@ AUTO_CLIP_BOUNDS = (1e-6, 1e6)
 _MAX_GROWTH, _LEAST_EXPONENT = 2.0, 0.75
 _MAX_DOUBTS = 3  # looks at a release that could be understood in several ways
 _MAX_MISSES = 2  # releases in a row that find nearly all samples clipped, noise granted
+_MANY_RESTARTS = 3
 _CERTAIN = 3.0  # standard deviations of the noise
 _MIN_DESCENT = 4.0  # a step, where so few slots are resolved that 1 / K would be no step at all
 
@@ -47,7 +51,9 @@ class AutoController:
     From then on ``controller`` decides on ``C / reference``, so any controller becomes free of the
     scale of the gradients. For the paper's rule this replaces the gradient norm 1, by which it
     divides in ``r = s_hat[K] / C``, by a norm that the run itself has found. The search begins
-    again when two releases in a row find all but ``q / 4`` of the samples clipped, noise granted.
+    again when two releases in a row find all but ``q / 4`` of the samples clipped, noise granted,
+    so a ``controller`` that keeps fewer than that unclipped needs a ``q`` of its own; with the
+    third new search comes a warning.
 
     Everything it reads has been released, so it costs no privacy.
 
@@ -64,6 +70,7 @@ class AutoController:
     _reference: float | None = field(default=None, init=False)
     _doubts: int = field(default=0, init=False)
     _misses: int = field(default=0, init=False)
+    _restarts: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         """Check the configuration."""
@@ -90,9 +97,18 @@ class AutoController:
             if self._misses < _MAX_MISSES:
                 unit = self._reference
                 seen = replace(indicator, clip_norm=clip_norm / unit)
-                found: float = unit * self.controller(clip_norm / unit, seen)
-                return found
+                wanted = unit * ask(self.controller, clip_norm / unit, seen)
+                largest = sys.float_info.max
+                return min(max(wanted, -largest), largest)
             self._reference, self._misses = None, 0
+            self._restarts += 1
+            if self._restarts == _MANY_RESTARTS:
+                warn(
+                    "AutoController has begun a new search for the third time: its controller "
+                    "keeps nearly all samples clipped, or the gradients grow without end. Pass "
+                    "AutoController(controller, search_quantile=q) with the fraction q that the "
+                    "controller leaves unclipped, or lower the learning rate."
+                )
         return self._search(clip_norm, indicator)
 
     def _search(self, clip_norm: float, indicator: SlackIndicator) -> float:

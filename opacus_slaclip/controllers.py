@@ -7,12 +7,14 @@ configurations with a pure update. One that keeps state of its own has it checkp
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import sys
+import weakref
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -182,6 +184,16 @@ def next_clip_norm(
         ValueError: If it returns NaN or an infinity. (Checked before clamping: ``min`` and ``max``
             would quietly turn NaN into a bound.)
     """
+    number = ask(controller, clip_norm, indicator)
+    return min(max(number, min_clipbound), max_clipbound)
+
+
+def ask(controller: Controller, clip_norm: float, indicator: SlackIndicator) -> float:
+    """Return what ``controller`` wants, a finite float; the largest there is for a huge number.
+
+    Raises:
+        TypeError, ValueError: As :func:`next_clip_norm`.
+    """
     result: object = controller(clip_norm, indicator)
     if isinstance(result, torch.Tensor) and result.numel() == 1:
         result = result.item()
@@ -193,13 +205,38 @@ def next_clip_norm(
     try:
         number = float(result)
     except OverflowError:  # a huge int or fraction is finite all the same
-        number = max_clipbound if result > 0 else min_clipbound  # type: ignore[operator]
+        number = sys.float_info.max if result > 0 else -sys.float_info.max  # type: ignore[operator]
     if not math.isfinite(number):
         raise ValueError(
             f"controller must return a finite threshold, got {number} from {controller!r} at "
             f"clip_norm={clip_norm:g}. Return a finite float; the bounds are applied afterwards."
         )
-    return min(max(number, min_clipbound), max_clipbound)
+    return number
+
+
+# Stateful controllers that a release has reached, by id: most are not hashable.
+_MOVED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def note_moved(controller: Controller) -> None:
+    """Remember that a controller's state may come from a release."""
+    if is_stateful(controller):
+        with contextlib.suppress(TypeError):  # a class with slots may know no weak references
+            _MOVED[id(controller)] = controller
+
+
+def check_unmoved(controller: Controller | None) -> None:
+    """Check that a controller brings no state from another run.
+
+    Raises:
+        ValueError: If it has moved a threshold before.
+    """
+    if controller is not None and _MOVED.get(id(controller)) is controller:
+        raise ValueError(
+            f"controller must be a new one, got {controller!r}, which has moved the threshold of "
+            "another run: its state would carry over what that run has paid for. Make a new "
+            "controller for each run."
+        )
 
 
 def check_controller(controller: object) -> Controller:

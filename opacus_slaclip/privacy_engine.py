@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 import opacus
+import torch
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.layers.dp_rnn import DPRNNBase
 from torch import nn
@@ -29,6 +30,7 @@ from opacus_slaclip._validate import (
 )
 from opacus_slaclip._warnings import warn
 from opacus_slaclip._watch import PrecisionWatch, refuse_reordered_rows
+from opacus_slaclip.controllers import check_unmoved
 from opacus_slaclip.ghost_loss import GhostLoss
 from opacus_slaclip.ghost_modules import prepare_ghost_module
 from opacus_slaclip.optimizers import (
@@ -36,6 +38,7 @@ from opacus_slaclip.optimizers import (
     SlaClipDPOptimizer,
     get_optimizer_class,
 )
+from opacus_slaclip.optimizers.checkpoint import clear_param_groups
 from opacus_slaclip.sampling import (
     follow_passes,
     followed,
@@ -51,6 +54,9 @@ _MAKE_PRIVATE_NAMES = {
     for name, parameter in _MAKE_PRIVATE.parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
+
+
+_MaxGradNorm = float | list[float] | Literal["auto"]
 
 
 class PrivacyEngine(opacus.PrivacyEngine):
@@ -89,13 +95,17 @@ class PrivacyEngine(opacus.PrivacyEngine):
             clipbound_learning_rate: ``eta``, how fast the threshold moves; default 0.2.
             target_unclipped_quantile: Target fraction of unclipped samples in (0, 1); default 0.5
                 ("slaclip-q" only).
-            min_clipbound: Lower bound of the threshold, in gradient-norm units; default 0.1.
-            max_clipbound: Upper bound of the threshold, in gradient-norm units; default 50.
+            min_clipbound: Lower bound of the threshold, in gradient-norm units; default 0.1
+                (1e-6 with "auto").
+            max_clipbound: Upper bound of the threshold, in gradient-norm units; default 50 (1e6
+                with "auto").
             rescale_to_unit_norm: Divide what is released by the ``C_t`` it was clipped at, so that
                 the learning rate means the same at every threshold; default False. For SGD it is
                 then what ``learning rate * C`` was, and weight decay what ``weight decay / C`` was.
             controller: Any callable ``(clip_norm, indicator) -> next clip_norm``, in the place of
-                rate and quantile.
+                rate and quantile; a new one for each run if it keeps state. With "auto", one that
+                leaves fewer than an eighth of the samples unclipped needs
+                ``AutoController(controller, search_quantile=q)``.
             **kwargs: Opacus's own arguments.
 
         Returns:
@@ -189,8 +199,40 @@ class PrivacyEngine(opacus.PrivacyEngine):
         check_expected_batch_size(
             _expected_batch_size(arguments["data_loader"], bool(arguments["poisson_sampling"]))
         )
+        previous = arguments["optimizer"]
+        is_continued = (
+            isinstance(previous, SlackReleaseMixin)
+            and previous.controller is resolved["controller"]
+            and previous.initial_max_grad_norm == resolved["max_grad_norm"]
+        )
+        if not is_continued:
+            check_unmoved(resolved["controller"])
         check_mode(arguments, is_own_criterion="criterion" in kwargs)
         return resolved
+
+    def load_checkpoint(self, *, path: Any, optimizer: Any = None, **kwargs: Any) -> Any:
+        """Like Opacus's; what our optimizer refuses is refused before anything has been loaded.
+
+        Args:
+            path: Of the checkpoint, or an open binary file that can be read again.
+            optimizer: As for Opacus.
+            **kwargs: Opacus's own arguments.
+
+        Returns:
+            What Opacus returns.
+
+        Raises:
+            ValueError: As ``optimizer.load_state_dict``.
+        """
+        if isinstance(optimizer, SlackReleaseMixin):
+            begin = path.tell() if hasattr(path, "seek") else None
+            options = kwargs.get("torch_load_kwargs") or {}
+            saved = torch.load(path, **options, weights_only=False).get("optimizer_state_dict")
+            if begin is not None:
+                path.seek(begin)
+            if saved:
+                optimizer.check_state_dict(saved)
+        return super().load_checkpoint(path=path, optimizer=optimizer, **kwargs)
 
     # ---- what Opacus's make_private calls --------------------------------------------------
 
@@ -233,7 +275,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         **kwargs: Any,
     ) -> Any:
         if clipping not in CONTROLLERS:
-            return super()._prepare_optimizer(
+            other: Any = super()._prepare_optimizer(
                 optimizer=optimizer,
                 clipping=clipping,
                 distributed=distributed,
@@ -241,6 +283,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 noise_generator=noise_generator,
                 **kwargs,
             )
+            clear_param_groups(other.param_groups)
+            return other
         optimizer_class = get_optimizer_class(
             grad_sample_mode=grad_sample_mode, distributed=distributed
         )
@@ -297,7 +341,10 @@ def _expected_batch_size(data_loader: DataLoader[Any], poisson_sampling: bool) -
 def _say_what_it_takes(name: str) -> None:
     """Give a method the signature that editors and ``help()`` show: Opacus's, with our options."""
     signature = inspect.signature(getattr(opacus.PrivacyEngine, name))
-    *parameters, rest = signature.parameters.values()
+    *parameters, rest = (
+        each.replace(annotation=_MaxGradNorm) if each.name == "max_grad_norm" else each
+        for each in signature.parameters.values()
+    )
     keyword = inspect.Parameter.KEYWORD_ONLY
     ours = [inspect.Parameter(option, keyword, default=OPTIONS[option]) for option in OPTIONS]
     signature = signature.replace(parameters=[*parameters, *ours, rest])

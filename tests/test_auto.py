@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -218,6 +220,37 @@ def test_the_search_begins_again_when_nearly_all_are_clipped():
         assert controller(reference, seen) == reference
     assert controller(reference, clipped) == 2 * reference
     assert controller.reference is None
+
+
+def test_a_controller_that_keeps_the_threshold_low_is_told_how_in_the_end():
+    controller = AutoController(lambda clip_norm, indicator: 0.5 * clip_norm)
+    found, clipped = indicator_of([0.9, 0.4]), indicator_of([0.0, 0.0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in (1, 2, 3, 4):
+            for seen in (found, found, clipped, clipped):
+                controller(1.0, seen)
+            assert len(caught) == (number >= 3)
+    assert "Pass AutoController(controller, search_quantile=q)" in str(caught[0].message)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error"), [(True, TypeError), (None, TypeError), (math.nan, ValueError)]
+)
+def test_what_follows_the_search_is_checked_as_any_controller(wanted, error):
+    controller = AutoController(lambda clip_norm, indicator: wanted)
+    controller(1.0, indicator_of([0.9, 0.4]))
+    with pytest.raises(error, match="controller must return a"):
+        controller(1.0, indicator_of([0.9, 0.4]))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("size", [10**400, 1e308])
+def test_what_follows_the_search_may_be_huge(size, sign):
+    controller = AutoController(lambda clip_norm, indicator: sign * size)
+    reference = controller(1e3, indicator_of([0.9, 0.4], 1e3))
+    assert reference > 100  # so that the product overflows
+    assert controller(1e3, indicator_of([0.9, 0.4], 1e3)) == sign * sys.float_info.max
 
 
 @pytest.mark.parametrize(

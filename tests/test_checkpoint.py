@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -404,6 +405,57 @@ def test_another_number_of_slots_is_refused_between_real_runs():
 
     with pytest.raises(ValueError, match="Pass num_slots=5 to make_private"):
         target.optimizer.load_state_dict(source.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_what_the_optimizer_refuses_is_refused_before_anything_is_loaded(tmp_path, opened):
+    source, target = private(num_slots=5), private(num_slots=4)
+    source.step(samples("mlp", 5))
+    target.step(samples("mlp", 6))
+    path = tmp_path / "checkpoint.pt"
+    source.engine.save_checkpoint(path=path, module=source.model, optimizer=source.optimizer)
+    before, history = target.parameters, list(target.engine.accountant.history)
+    with (
+        path.open("rb") if opened else contextlib.nullcontext(path) as place,
+        pytest.raises(ValueError, match="Pass num_slots=5"),
+    ):
+        target.engine.load_checkpoint(path=place, module=target.model, optimizer=target.optimizer)
+    assert all(map(torch.equal, target.parameters, before))
+    assert target.engine.accountant.history == history
+
+
+class Late:
+    """A controller without a state before its first release, of which it remembers the value."""
+
+    seen: float | None = None
+
+    def __call__(self, clip_norm: float, indicator: SlackIndicator) -> float:
+        self.seen = float(indicator.values[0])
+        return 1.1 * clip_norm
+
+    def state_dict(self) -> dict[str, float]:
+        return {} if self.seen is None else {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.seen = state["seen"]
+
+
+def test_a_state_that_appears_with_the_first_release_can_be_resumed():
+    source, target = private(controller=Late()), private(controller=Late())
+    source.step(samples("mlp", 5))
+    target.optimizer.load_state_dict(source.optimizer.state_dict())
+    assert target.optimizer.controller.seen == source.optimizer.controller.seen is not None
+
+
+def test_a_good_checkpoint_loads_over_a_state_gone_bad():
+    run = private(controller=Integrating())
+    run.step(samples("mlp", 5))
+    good = copy.deepcopy(run.optimizer.state_dict())
+    run.optimizer.controller.integral = math.nan
+    run.optimizer.load_state_dict(good)
+    assert (
+        run.optimizer.controller.integral == good["param_groups"][0]["slaclip_controller_integral"]
+    )
 
 
 # --- loading drops an unfinished logical batch ---

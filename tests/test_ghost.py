@@ -594,6 +594,8 @@ TOUCHED: dict[str, Callable[[Training], None]] = {
         run.optimizer.params[0], "grad", torch.ones_like(run.optimizer.params[0])
     ),
     "one-set-to-none": lambda run: setattr(run.optimizer.params[-1], "grad", None),
+    "scaled-behind-autograd": lambda run: run.optimizer.params[-1].grad.data.mul_(100),
+    "one-entry-behind-autograd": lambda run: run.optimizer.params[0].grad.data.view(-1)[:1].add_(1),
     "added-to-by-a-plain-loss": lambda run: plain_backward(run),
 }
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus_slaclip import FixedController, SlaClipDPOptimizer
+from opacus_slaclip.optimizers.grad_sample import per_sample_norms
 from opacus_slaclip.slack import rounding_bound
 
 EPS = torch.finfo(torch.float32).eps
@@ -208,6 +209,31 @@ def test_parameters_of_several_precisions_are_clipped_by_one_norm():
     assert [p.grad.dtype for p in parameters] == dtypes
     widths = [p.summed_grad.dtype for p in parameters]
     assert widths == [torch.float32, torch.float32, torch.float64, torch.float32]
+
+
+def test_the_norms_of_an_empty_batch_have_the_type_of_any_other():
+    """Ranks reduce what follows from them together, and one of them may have drawn no sample."""
+    for dtypes in (
+        [torch.bfloat16],
+        [torch.float32, torch.float64],
+        [torch.float64, torch.float16],
+    ):
+        rows = [torch.ones(2, 3, dtype=dtype) for dtype in dtypes]
+        assert per_sample_norms([g[:0] for g in rows]).dtype == per_sample_norms(rows).dtype
+
+
+def test_a_rescaled_release_is_divided_before_the_cast():
+    """1024 gradients of norm C = 100: their sum, 102,400, is no float16; divided by C it is."""
+    one = vector(
+        1,
+        dtype=torch.float16,
+        loss_reduction="sum",
+        max_grad_norm=100.0,
+        max_clipbound=100.0,
+        rescale_to_unit_norm=True,
+    )
+    one.release(torch.full((1024, 1), 100.0, dtype=torch.float16))
+    assert one.parameter.grad.tolist() == [1024.0]
 
 
 # --- how far low precision takes us from Opacus ---

@@ -332,9 +332,20 @@ def test_the_translated_rate_is_that_of_flats_best_cell_times_its_threshold(tmp_
     assert versus_slaclip["difference"] == pytest.approx(-0.05)
     assert versus_slaclip["difference_std"] is None  # one seed
     table = tables.translated_markdown(only_group(tmp_path, rows))
-    assert (
-        "| slaclip-auto | 0.5 | constant | 85.00 (2) | flat | 82.00 (3) | +3.00 ± 2.31 |" in table
-    )
+    assert "at rate 0.5, constant, against the best of | test, % (n) | slaclip-auto, 85.00" in table
+    assert "| flat | 82.00 (3) | +3.00 ± 2.31 |" in table
+    assert "| slaclip | 90.00 (1) | -5.00 |" in table
+
+
+def test_the_threshold_of_auto_s_multiplies_its_learning_rate(tmp_path):
+    rows = [row(0.80, method="flat", clip_norm=5.0)]  # 0.1 x 5
+    rows += [row(0.70, method="auto-s", learning_rate=0.5, clip_norm=1.0)]
+    rows += [row(0.71, method="auto-s", seed=s, clip_norm=5.0) for s in (42, 43)]  # the same rate
+    rows += [row(0.90, method="auto-s", learning_rate=0.5, clip_norm=5.0)]  # its best; another
+    versus_flat, versus_itself = tables.translated(only_group(tmp_path, rows))
+    assert (versus_flat["method"], versus_flat["num_seeds"]) == ("auto-s", 2)
+    assert versus_flat["difference"] == pytest.approx(-0.09)
+    assert versus_itself["difference"] == pytest.approx(-0.19)
 
 
 @pytest.mark.parametrize("methods_run", [("flat", "slaclip"), ("slaclip", "slaclip-auto")])

@@ -12,7 +12,13 @@ import torch
 
 from benchmarks import step_time
 
-SETTING = {"model": "small_cnn", "mode": "hooks", "dtype": "float32", "batch_size": 4}
+SETTING = {
+    "device": "cpu",
+    "model": "small_cnn",
+    "mode": "hooks",
+    "dtype": "float32",
+    "batch_size": 4,
+}
 BLOCKS = [
     {"flat 3": 1.0, "slaclip 3": 1.5, "slaclip 5": 1.0, "adaptive 3": 3.0},
     {"flat 3": 2.0, "slaclip 3": 2.0, "slaclip 5": 3.0, "adaptive 3": 2.0},
@@ -68,7 +74,7 @@ def test_a_row_is_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "rows.jsonl"
-    command = ["--models", "small_cnn", "--batch-sizes", "4", "--blocks", "2", "--seconds", "0"]
+    command = ["--models", "small_cnn", "--batch-sizes", "32", "--blocks", "2", "--seconds", "0"]
     command += ["--no-memory", "--device", "cpu", "--output", str(output)]
     step_time.main([*command, "--num-slots", "2"])  # real steps
     real, measured = step_time.measure, []
@@ -81,12 +87,15 @@ def test_a_row_is_measured_once(
     step_time.main([*command, "--num-slots", "2", "7"])
     step_time.main([*command, "--num-slots", "7", "2"])
     assert measured == [[7]]
-    two, seven = map(json.loads, output.read_text().splitlines())
+    for more in (["--methods", "slaclip", "adaptive"], ["--memory"]):
+        step_time.main([*command, "--num-slots", "2", *more])  # what a row lacks is measured
+    assert measured == [[7], [2], [2]]
+    two, seven, *_ = map(json.loads, output.read_text().splitlines())
     assert (two["num_slots"], seven["num_slots"]) == (2, 7)
     assert two["flat_ms"] > 0
     assert two["slaclip_time_ratio"] > 0
     assert two["machine"]["threads"] >= 1
-    assert "| small_cnn | hooks | float32 | 4 |" in capsys.readouterr().out
+    assert "| small_cnn | hooks | float32 | 32 |" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not step_time._PROCESS.exists(), reason="needs /proc")

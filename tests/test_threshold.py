@@ -23,6 +23,7 @@ from opacus.schedulers import (
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 from opacus_slaclip import (
+    AutoController,
     FixedController,
     PrivacyEngine,
     SlackIndicator,
@@ -73,7 +74,7 @@ def test_a_skipped_step_moves_nothing():
 
     assert one.optimizer.max_grad_norm == 2.0
     assert one.optimizer.num_releases == len(calls) == 1
-    assert calls[0] is one.optimizer.slack_indicator
+    assert torch.equal(calls[0].values, one.optimizer.slack_indicator.values)
 
 
 def test_the_threshold_is_fixed_from_the_first_physical_batch_to_the_noise():
@@ -122,6 +123,42 @@ def test_setting_the_threshold_inside_a_logical_batch_is_refused():
     assert one.release(gradients(3.0)).item() == pytest.approx(2.0, rel=1e-6)
     one.optimizer.max_grad_norm = 2.0
     assert one.release(gradients(3.0)).item() == pytest.approx(2.0, rel=1e-6)
+
+
+def test_setting_the_threshold_between_noise_and_move_is_refused():
+    """A step hook runs there: what is released next to it was measured at the old threshold."""
+    one = vector(max_grad_norm=1.7)
+    one.optimizer.attach_step_hook(lambda optimizer: setattr(optimizer, "max_grad_norm", 5.0))
+    with pytest.raises(RuntimeError, match=r"max_grad_norm must stay 1\.7"):
+        one.release(gradients(0.5))
+
+
+def test_a_controller_cannot_rewrite_what_was_released():
+    def rewriting(clip_norm: float, indicator: SlackIndicator) -> float:
+        indicator.values.fill_(0.25)
+        return clip_norm
+
+    one, twin = vector(controller=rewriting), vector()
+    for each in (one, twin):
+        each.release(gradients(0.5))
+    values = one.optimizer.slack_indicator.values
+    assert torch.equal(values, twin.optimizer.slack_indicator.values)
+
+
+def test_a_controller_of_one_run_is_refused_in_another():
+    """Its state was paid for by the first run, of which the second's accountant knows nothing."""
+    controller = AutoController(Integrating(0.5))
+    first = private(max_grad_norm=1.7, controller=controller)
+    other = private(max_grad_norm=1.7, controller=controller)  # nothing released yet
+    first.step(samples("mlp", 5))
+    for make in (private, lambda **options: again(first, **options)):
+        with pytest.raises(ValueError, match="controller must be a new one, got AutoController"):
+            make(max_grad_norm=0.9, controller=controller)
+    again(first, max_grad_norm=1.7, controller=controller)  # the same run goes on
+    assert other.optimizer.controller is controller
+    for stateless in (FixedController(), lambda clip_norm, indicator: clip_norm):
+        private(controller=stateless).step(samples("mlp", 5))
+        private(controller=stateless)
 
 
 def test_adaptation_goes_on_from_a_threshold_set_between_batches():
@@ -583,6 +620,14 @@ def test_a_second_make_private_keeps_what_the_search_has_found():
     assert second.optimizer.controller.reference == reference
 
 
+def test_a_second_make_private_with_another_controller_inside_starts_that_one_anew():
+    first = private(max_grad_norm="auto", noise_multiplier=0.0, num_slots=4)
+    first.step(samples("mlp", 16))
+    second = again(first, max_grad_norm="auto", controller=Integrating(0.5))
+    assert second.optimizer.max_grad_norm == first.optimizer.max_grad_norm
+    assert second.optimizer.controller.controller.integral == 0.0
+
+
 def test_a_second_make_private_with_another_threshold_starts_anew():
     second = again(adapted(), max_grad_norm=0.9)
 
@@ -614,6 +659,8 @@ def test_a_second_make_private_may_go_from_flat_to_slaclip_and_back():
     run.step(samples("mlp", 5))
 
     assert run.optimizer.max_grad_norm == 0.5
+    # Entries left behind would go on saying the threshold that SlaClip had.
+    assert not [k for k in run.optimizer.state_dict()["param_groups"][0] if "slaclip" in k]
     assert run.engine.accountant.history == [(0.3, 0.25, 3)]
 
 

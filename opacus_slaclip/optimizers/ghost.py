@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
+from torch.distributed.tensor import DTensor
 
 from opacus_slaclip import _opacus
 from opacus_slaclip.optimizers.release import SlackReleaseMixin
@@ -13,6 +15,24 @@ from opacus_slaclip.optimizers.release import SlackReleaseMixin
 def versions(params: list[Any]) -> list[tuple[int, int] | None]:
     """Return what changes when a gradient is replaced or written to in place."""
     return [None if p.grad is None else (id(p.grad), p.grad._version) for p in params]
+
+
+def checksums(params: list[Any]) -> torch.Tensor:
+    """Return the sum of each gradient's bits, which a write through ``.data`` changes too."""
+    sums = []
+    for p in params:
+        if p.grad is not None:
+            local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            sums.append(local.view(_INTEGERS[local.dtype]).sum().to(params[0].device))
+    return torch.stack(sums) if sums else torch.empty(0)
+
+
+_INTEGERS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
 
 
 class GhostReleaseMixin(SlackReleaseMixin):
@@ -31,7 +51,7 @@ class GhostReleaseMixin(SlackReleaseMixin):
                 f"The gradients were clipped at {state.fresh_clip_norm}, but the noise would be "
                 f"scaled for {state.clip_norm:g}. The batch was not used; call zero_grad()."
             )
-        elif versions(self.params) != state.grad_versions:
+        elif self._gradients_changed():
             message = (
                 "A gradient was changed between backward() and step(): clipped again by a trainer, "
                 "cleared or replaced. The batch was not used. Leave p.grad alone; the threshold is "
@@ -45,6 +65,12 @@ class GhostReleaseMixin(SlackReleaseMixin):
         if message is not None:
             state.fresh_norms = None
             raise RuntimeError(message)
+
+    def _gradients_changed(self) -> bool:
+        state = self._state
+        if versions(self.params) != state.grad_versions or state.grad_checksums is None:
+            return True
+        return not torch.equal(checksums(self.params), state.grad_checksums)
 
     def accumulate(self) -> None:
         """Add the clipped gradients and the slack of one physical batch to the private sums."""
@@ -68,6 +94,7 @@ class GhostReleaseMixin(SlackReleaseMixin):
     def note_gradients(self) -> None:
         """Remember the gradients that ``backward()`` left, to notice if they are touched."""
         self._state.grad_versions = versions(self.params)
+        self._state.grad_checksums = checksums(self.params)
 
     def add_noise(self) -> None:
         """Release, unless a norm was not finite: the batch sum is then lost, for every sample.

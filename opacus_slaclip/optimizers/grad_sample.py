@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ def per_sample_norms(grad_samples: list[torch.Tensor]) -> torch.Tensor:
     """
     device = grad_samples[0].device
     if len(grad_samples[0]) == 0:
-        return torch.zeros(0, device=device, dtype=accumulation_dtype(grad_samples[0].dtype))
+        # As for other batches: ranks reduce what follows from it together.
+        dtypes = (accumulation_dtype(g.dtype) for g in grad_samples)
+        return torch.zeros(0, device=device, dtype=reduce(torch.promote_types, dtypes))
     norms = [
         g.reshape(len(g), -1).norm(2, dim=-1, dtype=accumulation_dtype(g.dtype)).to(device)
         for g in grad_samples
@@ -116,10 +119,13 @@ class SlaClipDPOptimizer(SlackReleaseMixin, DPOptimizer):
         params: list[Any] = self.params
         for p in params:
             _opacus.check_not_processed(p.summed_grad)
-            p.grad = self._low_precision_gradient(p.summed_grad).to(p.dtype).view_as(p)
+            noised = self._low_precision_gradient(p.summed_grad)
+            if self._rescale_to_unit_norm:
+                noised /= self.max_grad_norm  # before the cast, in which a large C would overflow
+            p.grad = noised.to(p.dtype).view_as(p)
             _opacus.mark_processed(p.summed_grad)
 
-    def _is_low_precision(self) -> bool:
+    def _is_low_precision(self) -> bool:  # rescales before it casts, see above
         return any(accumulation_dtype(p.dtype) != p.dtype for p in self.params)
 
     def _low_precision_gradient(self, summed_grad: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from opacus_slaclip import _opacus
 from opacus_slaclip._precision import full_precision
 from opacus_slaclip._validate import check_noise_scale
 from opacus_slaclip._warnings import warn
-from opacus_slaclip.controllers import next_clip_norm, read_controller_state
+from opacus_slaclip.controllers import next_clip_norm, note_moved, read_controller_state
 from opacus_slaclip.indicator import SlackIndicator
 from opacus_slaclip.optimizers.threshold import ThresholdMixin
 from opacus_slaclip.slack import indicator_noise_std, normalize_slack, slot_width, sum_slack
@@ -70,10 +71,14 @@ class SlackReleaseMixin(ThresholdMixin):
     def scale_grad(self) -> None:
         """Apply the loss reduction; then, on request, divide by the threshold: post-processing."""
         super().scale_grad()  # type: ignore[no-untyped-call]
-        if self._rescale_to_unit_norm:
+        if self._rescale_to_unit_norm and not self._is_low_precision():
             params: list[Any] = self.params
             for p in params:
                 p.grad /= self.max_grad_norm
+
+    def _is_low_precision(self) -> bool:
+        """Whether a parameter has less than float32's precision."""
+        return False
 
     def _noised_slack(self, slot_sums: torch.Tensor) -> torch.Tensor:
         """Return what is released of the slack, in slots; its draw follows the gradient's."""
@@ -195,10 +200,11 @@ class SlackReleaseMixin(ThresholdMixin):
         clip_norm = next_clip_norm(
             self._controller,
             self.max_grad_norm,
-            indicator,
+            replace(indicator, values=indicator.values.clone()),  # what was released stays
             min_clipbound=low,
             max_clipbound=high,
         )
+        note_moved(self._controller)
         read_controller_state(self._controller)  # raises before the threshold moves, if at all
         return clip_norm
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from opacus_slaclip.controllers import (
 )
 from opacus_slaclip.indicator import SlackIndicator
 from opacus_slaclip.optimizers.checkpoint import (
+    SavedRelease,
     check_controller_state,
     read_param_groups,
     write_param_groups,
@@ -68,6 +70,7 @@ class ReleaseState:
     # Ghost: the parameters in the norms, and the gradients that backward() left on them.
     bound_parameters: list[int] | None = field(default=None, repr=False)
     grad_versions: list[Any] | None = field(default=None, repr=False)
+    grad_checksums: torch.Tensor | None = field(default=None, repr=False)  # private
     is_rounded: bool = False  # gradients of the batch at hand passed through low precision
     warned_nonfinite: bool = False
     steps_in_pass: int = 0
@@ -90,7 +93,9 @@ class ReleaseState:
         return self.__dict__ | _NOTHING_PRIVATE | {"release_hooks": OrderedDict()}
 
 
-_NOTHING_PRIVATE = dict.fromkeys(("slot_sums", "noisy_sums", "fresh_norms", "is_finite"))
+_NOTHING_PRIVATE = dict.fromkeys(
+    ("slot_sums", "noisy_sums", "fresh_norms", "is_finite", "grad_checksums")
+)
 
 
 class ThresholdMixin(DPOptimizer):
@@ -177,7 +182,8 @@ class ThresholdMixin(DPOptimizer):
     def max_grad_norm(self, value: float) -> None:
         clip_norm = check_clip_norm(value, *self._clip_bounds)
         state = self._state
-        is_clipping = state.slot_sums is not None or state.fresh_norms is not None
+        pending = (state.slot_sums, state.fresh_norms, state.noisy_sums)
+        is_clipping = any(sums is not None for sums in pending)
         if is_clipping and clip_norm != state.clip_norm:
             raise RuntimeError(
                 f"max_grad_norm must stay {state.clip_norm:g} until the logical batch that was "
@@ -249,8 +255,10 @@ class ThresholdMixin(DPOptimizer):
             return
         low, high = self._clip_bounds
         self._state.num_releases = previous.num_releases
-        if type(self._controller) is type(previous.controller) and is_stateful(self._controller):
-            self._controller.load_state_dict(read_controller_state(previous.controller))
+        own, other = self._controller, previous.controller
+        state, names = read_controller_state(other), read_controller_state(own).keys()
+        if type(own) is type(other) and is_stateful(own) and names in (state.keys(), set()):
+            own.load_state_dict(state)
         self.max_grad_norm = min(max(previous.max_grad_norm, low), high)
 
     def _set_clip_norm(self, clip_norm: float) -> None:
@@ -289,6 +297,38 @@ class ThresholdMixin(DPOptimizer):
             ValueError: If our entries disagree, hold another ``K``, a threshold outside the bounds
                 or the state of another controller. Nothing has changed then.
         """
+        saved = self.check_state_dict(state_dict)
+        clip_norm, controller = self.max_grad_norm, self._controller
+        before: dict[str, float] | None = None
+        with contextlib.suppress(TypeError):  # a state gone bad is nothing to go back to
+            before = read_controller_state(controller)
+        try:
+            if saved is not None and is_stateful(controller):
+                controller.load_state_dict(saved.controller_state)  # may refuse: nothing else yet
+            super().load_state_dict(state_dict)
+        except BaseException:
+            if before is not None and is_stateful(controller):
+                controller.load_state_dict(before)
+            raise
+        self._drop_logical_batch()
+        self._drop_grad_samples()
+        self._state.batches_in_pass = self._state.indicator = None
+        if saved is None:
+            warn(
+                f"The checkpoint has no SlaClip entry; the threshold stays at {clip_norm:g}.",
+            )
+        else:
+            clip_norm = saved.max_grad_norm
+            self._state.initial_clip_norm = saved.initial_max_grad_norm
+            self._state.num_releases = saved.num_releases
+        self._set_clip_norm(clip_norm)
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> SavedRelease | None:
+        """Return our entries of a checkpoint, None if it has none, and change nothing.
+
+        Raises:
+            ValueError: As :meth:`load_state_dict`.
+        """
         saved = read_param_groups(state_dict["param_groups"])
         if saved is not None:
             if saved.num_slots != self._num_slots:
@@ -304,28 +344,7 @@ class ThresholdMixin(DPOptimizer):
                 )
             check_clip_norm(saved.max_grad_norm, *self._clip_bounds)
             check_controller_state(self._controller, saved.controller_state)
-        clip_norm, controller = self.max_grad_norm, self._controller
-        before = read_controller_state(controller)
-        try:
-            if saved is not None and is_stateful(controller):
-                controller.load_state_dict(saved.controller_state)  # may refuse: nothing else yet
-            super().load_state_dict(state_dict)
-        except BaseException:
-            if is_stateful(controller):
-                controller.load_state_dict(before)
-            raise
-        self._drop_logical_batch()
-        self._drop_grad_samples()
-        self._state.batches_in_pass = self._state.indicator = None
-        if saved is None:
-            warn(
-                f"The checkpoint has no SlaClip entry; the threshold stays at {clip_norm:g}.",
-            )
-        else:
-            clip_norm = saved.max_grad_norm
-            self._state.initial_clip_norm = saved.initial_max_grad_norm
-            self._state.num_releases = saved.num_releases
-        self._set_clip_norm(clip_norm)
+        return saved
 
     def _drop_logical_batch(self) -> None:
         """Forget every private sum of an unfinished logical batch."""
