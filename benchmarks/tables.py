@@ -17,8 +17,9 @@ from benchmarks.report_pools import WITHIN, Group, Pool
 BEST_NOTE = (
     "Per method the configuration with the highest mean *validation* accuracy over the pool's "
     "seeds; the test set has no part in the choice. Test accuracy: mean ± sample standard "
-    "deviation over the n seeds that finished there. Bold: the highest mean of those with the "
-    "most seeds."
+    "deviation over the n seeds that finished there, those that it was chosen with included. "
+    "Arrows: the lowest or highest learning rate of the pool, so another might do better. Bold: "
+    "the highest mean of those with the most seeds."
 )
 _BEST_HEAD = (
     "method | learning rate | C_0 | schedule | validation, % | test, % | n | pool | pool's seeds"
@@ -52,9 +53,12 @@ def best_of_pool(group: Group) -> list[dict[str, Any]]:
 def _best(group: Group, pool: Pool) -> dict[str, Any]:
     best = pool.best
     tests = pool.test_accuracies(best) if best else []
+    rates = sorted({config.learning_rate for config in pool.configs})
+    edges = {rates[0]: " ↓", rates[-1]: " ↑"} if len(rates) > 1 else {}
     return {
         "method": pool.method,
         "learning_rate": best.learning_rate if best else None,
+        "edge": edges.get(best.learning_rate, "") if best else "",
         "clip_norm": pool.start(best),
         "schedule": best.schedule if best else None,
         "validation_mean": pool.mean("validation", best) if best else None,
@@ -204,7 +208,7 @@ def best_markdown(group: Group) -> str:
         rows.append(
             [
                 record["method"],
-                _number(record["learning_rate"]),
+                _number(record["learning_rate"]) + record["edge"],
                 _number(record["clip_norm"]),
                 record["schedule"] or "–",
                 _percent(record["validation_mean"]),

@@ -220,23 +220,35 @@ _MOVED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 def note_moved(controller: Controller) -> None:
     """Remember that a controller's state may come from a release."""
-    if is_stateful(controller):
-        with contextlib.suppress(TypeError):  # a class with slots may know no weak references
-            _MOVED[id(controller)] = controller
+    for part in _parts(controller):
+        if is_stateful(part):
+            with contextlib.suppress(TypeError):  # a class with slots may know no weak references
+                _MOVED[id(part)] = part
 
 
-def check_unmoved(controller: Controller | None) -> None:
+def check_unmoved(controller: Controller, *, of_this_run: Controller | None) -> None:
     """Check that a controller brings no state from another run.
 
+    Args:
+        controller: The new run's.
+        of_this_run: The controller of the run that is continued, if one is.
+
     Raises:
-        ValueError: If it has moved a threshold before.
+        ValueError: If ``controller``, or one inside, has moved a threshold before.
     """
-    if controller is not None and _MOVED.get(id(controller)) is controller:
-        raise ValueError(
-            f"controller must be a new one, got {controller!r}, which has moved the threshold of "
-            "another run: its state would carry over what that run has paid for. Make a new "
-            "controller for each run."
-        )
+    own = [] if of_this_run is None else _parts(of_this_run)
+    for part in _parts(controller):
+        if _MOVED.get(id(part)) is part and not any(part is each for each in own):
+            raise ValueError(
+                f"controller must be a new one, got {part!r}, which has moved the threshold of "
+                "another run: its state would carry over what that run has paid for. Make a new "
+                "controller for each run."
+            )
+
+
+def _parts(controller: Controller) -> list[Controller]:
+    inner = getattr(controller, "controller", None)  # as AutoController has one
+    return [controller, *(_parts(inner) if callable(inner) else [])]
 
 
 def check_controller(controller: object) -> Controller:

@@ -202,11 +202,11 @@ class PrivacyEngine(opacus.PrivacyEngine):
         previous = arguments["optimizer"]
         is_continued = (
             isinstance(previous, SlackReleaseMixin)
-            and previous.controller is resolved["controller"]
             and previous.initial_max_grad_norm == resolved["max_grad_norm"]
         )
-        if not is_continued:
-            check_unmoved(resolved["controller"])
+        check_unmoved(
+            resolved["controller"], of_this_run=previous.controller if is_continued else None
+        )
         check_mode(arguments, is_own_criterion="criterion" in kwargs)
         return resolved
 

@@ -315,6 +315,20 @@ def test_a_rate_that_only_methods_without_a_start_ran_is_beside_the_pool(tmp_pat
     assert [t.get_text() for t in panel.get_xticklabels()] == ["0.1", "0.5"]
 
 
+def test_a_best_rate_at_the_edge_of_the_pool_is_marked(tmp_path):
+    rates = {0.1: 0.7, 0.2: 0.8, 0.5: 0.6}
+    rows = [row(a, learning_rate=lr, method="flat") for lr, a in rates.items()]
+    rows += [row(a, learning_rate=lr, method="adaptive") for lr, a in rates.items() if lr < 0.5]
+    rows += [row(a, learning_rate=lr, method="slaclip") for lr, a in rates.items() if lr > 0.1]
+    rows += [row(0.8, learning_rate=0.2, method="slaclip-q")]
+    table = tables.best_markdown(only_group(tmp_path, rows))
+    shown = {line.split(" | ")[0]: line.split(" | ")[1] for line in table.splitlines()}
+    assert shown["| flat"] == "0.2"
+    assert shown["| adaptive"] == "0.2 ↑"
+    assert shown["| slaclip"] == "0.2 ↓"
+    assert shown["| slaclip-q"] == "0.2"  # a pool of one rate has no edge
+
+
 def test_the_translated_rate_is_that_of_flats_best_cell_times_its_threshold(tmp_path):
     flat = {"method": "flat", "clip_norm": 5.0}
     rows = [row(0.80, **flat), row(0.70, learning_rate=0.5, **flat)]  # best: 0.1 x 5

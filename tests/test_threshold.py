@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import helpers
 import numpy as np
 import pytest
 import torch
@@ -147,13 +148,15 @@ def test_a_controller_cannot_rewrite_what_was_released():
 
 def test_a_controller_of_one_run_is_refused_in_another():
     """Its state was paid for by the first run, of which the second's accountant knows nothing."""
-    controller = AutoController(Integrating(0.5))
+    controller = AutoController(helpers.Integrating())
     first = private(max_grad_norm=1.7, controller=controller)
     other = private(max_grad_norm=1.7, controller=controller)  # nothing released yet
     first.step(samples("mlp", 5))
     for make in (private, lambda **options: again(first, **options)):
         with pytest.raises(ValueError, match="controller must be a new one, got AutoController"):
             make(max_grad_norm=0.9, controller=controller)
+    with pytest.raises(ValueError, match=r"controller must be a new one, got .*Integrating"):
+        private(max_grad_norm="auto", controller=controller.controller)
     again(first, max_grad_norm=1.7, controller=controller)  # the same run goes on
     assert other.optimizer.controller is controller
     for stateless in (FixedController(), lambda clip_norm, indicator: clip_norm):
@@ -620,10 +623,22 @@ def test_a_second_make_private_keeps_what_the_search_has_found():
     assert second.optimizer.controller.reference == reference
 
 
+def test_rounds_with_auto_may_share_the_controller_inside():
+    inside = helpers.Integrating()
+    first = private(max_grad_norm="auto", noise_multiplier=0.0, num_slots=4, controller=inside)
+    for batch in batches("mlp", [16] * 30):
+        first.step(batch)
+    integral, reference = inside.integral, first.optimizer.controller.reference
+    assert integral != 0.0
+    second = again(first, max_grad_norm="auto", controller=inside)
+    assert second.optimizer.controller.controller is inside
+    assert (inside.integral, second.optimizer.controller.reference) == (integral, reference)
+
+
 def test_a_second_make_private_with_another_controller_inside_starts_that_one_anew():
     first = private(max_grad_norm="auto", noise_multiplier=0.0, num_slots=4)
     first.step(samples("mlp", 16))
-    second = again(first, max_grad_norm="auto", controller=Integrating(0.5))
+    second = again(first, max_grad_norm="auto", controller=helpers.Integrating())
     assert second.optimizer.max_grad_norm == first.optimizer.max_grad_norm
     assert second.optimizer.controller.controller.integral == 0.0
 
