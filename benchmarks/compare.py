@@ -130,7 +130,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--task", choices=tasks.TASKS, default="digits")
     add("--model", choices=tasks.MODELS, help="default: the task's first")
-    _add_axis(parser, "--methods", methods.PAPER, choices=methods.METHODS)
+    _add_axis(parser, "--methods", tuple(methods.PAPER), choices=methods.METHODS)
     _add_axis(parser, "--learning-rates", tasks.LEARNING_RATES, metavar="LR")
     _add_axis(parser, "--clip-norms", tasks.CLIP_NORMS, metavar="C_0")
     _add_axis(parser, "--schedules", tasks.SCHEDULES, choices=tasks.SCHEDULES)
