@@ -172,7 +172,7 @@ def check_noise_scale(noise_multiplier: float, clip_norm: float) -> None:
     scale = check_noise_multiplier(noise_multiplier) * clip_norm
     # With room for the draws, which reach several times the scale.
     if noise_multiplier > 0 and not (
-        is_float32_positive(scale) and is_float32_positive(64 * scale)
+        is_float32_positive(scale) and is_float32_positive(16 * scale)
     ):
         raise ValueError(
             f"noise_multiplier * max_grad_norm must be finite and positive as a float32, got "

@@ -529,6 +529,7 @@ def test_a_noise_multiplier_that_cannot_work_is_refused(
     [
         pytest.param({"noise_multiplier": 1e-38}, id="underflow at the lower bound"),
         pytest.param({"noise_multiplier": 1e37}, id="overflow at the upper bound"),
+        pytest.param({"noise_multiplier": 2.0, "max_clipbound": 1e38}, id="its draws overflow"),
         pytest.param({"noise_multiplier": 1e-20, "min_clipbound": 1e-20}, id="tiny times tiny"),
         pytest.param({"noise_multiplier": 1e20, "max_clipbound": 1e20}, id="huge times huge"),
     ],

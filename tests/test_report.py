@@ -293,7 +293,7 @@ def test_a_method_without_a_start_has_a_whole_pool_in_one_cell_a_rate(tmp_path):
     each = only_group(tmp_path, grid() + without_start((0.1, 0.5)))
     record = tables.best_of_pool(each)[-1]
     assert (record["pool_size"], record["pool_expected"], record["clip_norm"]) == (2, 2, None)
-    assert "| slaclip-auto | 0.1 | – |" in tables.best_markdown(each)
+    assert "| slaclip-auto | 0.1 ↓ | – |" in tables.best_markdown(each)
     assert tables.robustness(each)[-1]["pool_expected"] == 2
     assert {r["clip_norm"] for r in tables.pool_cells(each) if r["method"] == "slaclip-auto"} == {
         None
@@ -549,8 +549,8 @@ def test_one_command_makes_everything_and_the_same_bytes_again(tmp_path, capsys,
     ]
     assert "python -m benchmarks.report rows.jsonl --output-dir a\n" in text
     for said in (
-        "| slaclip | 0.1 | 0.1 | constant | 90.00 | **85.00 ± 7.07** | 2 | 7 | 42 |",
-        "| slaclip-unit | 0.1 | 0.1 | constant | 90.00 | 90.00 | 1 | 6 of 7 | 42 |",
+        "| slaclip | 0.1 ↓ | 0.1 | constant | 90.00 | **85.00 ± 7.07** | 2 | 7 | 42 |",
+        "| slaclip-unit | 0.1 ↓ | 0.1 | constant | 90.00 | 90.00 | 1 | 6 of 7 | 42 |",
         "Machine: a machine, 2 cores.",
         "Versions: opacus 1.6.0, torch 2.13.0.",
         "ε spent: 1.99999.",
