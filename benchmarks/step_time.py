@@ -53,7 +53,7 @@ _PROCESS = Path("/proc/self/status")
 _MEMORY_STEPS = 3
 # Forked from a server that has imported what takes seconds to import, and nothing else.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["benchmarks.step_time"])
+_PROCESSES.set_forkserver_preload(["opacus_slaclip", "benchmarks.models"])
 _ADAPTIVE = {
     "target_unclipped_quantile": 0.5,
     "clipbound_learning_rate": 0.2,

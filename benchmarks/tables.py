@@ -121,14 +121,17 @@ def translated(group: Group) -> list[dict[str, Any]]:
     for free in group.pools.values():
         if free.has_start and free.method != "auto-s":
             continue
-        found = [
-            free.test_accuracies(config)
+        found = {
+            config: free.test_accuracies(config)
             for config in free.configs
             if config.schedule == schedule
             and math.isclose(config.learning_rate * (free.start(config) or 1.0), rate)
-        ]
-        ours = max(found, key=len, default=[])
+        }
+        chosen = max(found, key=lambda config: len(found[config]), default=None)
+        ours = found[chosen] if chosen else []
         for rival in (pool for pool in group.pools.values() if ours and pool.has_start):
+            if rival is free and rival.best == chosen:
+                continue  # the same runs
             theirs = rival.test_accuracies(rival.best) if rival.best else []
             if theirs:
                 pair = _difference(free.method, rate, ours, rival.method, theirs)

@@ -315,6 +315,12 @@ def test_a_rate_that_only_methods_without_a_start_ran_is_beside_the_pool(tmp_pat
     assert [t.get_text() for t in panel.get_xticklabels()] == ["0.1", "0.5"]
 
 
+def test_a_cell_is_not_compared_with_itself(tmp_path):
+    rows = [row(0.80, method="flat", clip_norm=5.0), row(0.90, method="auto-s", clip_norm=5.0)]
+    (record,) = tables.translated(only_group(tmp_path, rows))
+    assert (record["method"], record["rival"]) == ("auto-s", "flat")
+
+
 def test_a_best_rate_at_the_edge_of_the_pool_is_marked(tmp_path):
     rates = {0.1: 0.7, 0.2: 0.8, 0.5: 0.6}
     rows = [row(a, learning_rate=lr, method="flat") for lr, a in rates.items()]
