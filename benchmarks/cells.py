@@ -114,13 +114,18 @@ def stamp(start: float) -> Row:
     """Return what every row ends with: the time it took since ``start``, versions, machine."""
     return {
         "seconds": round(time.perf_counter() - start, 2),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "opacus": opacus.__version__,
-            "opacus_slaclip": opacus_slaclip.__version__,
-        },
+        "versions": versions(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that results depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "opacus": opacus.__version__,
+        "opacus_slaclip": opacus_slaclip.__version__,
     }
 
 

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import opacus
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,6 +31,7 @@ from tqdm import tqdm
 
 import opacus_slaclip
 from benchmarks import models
+from benchmarks.cells import versions
 from benchmarks.rows import RowFile
 
 # name: (model, makes the inputs of n samples, classes, batch size)
@@ -198,11 +198,7 @@ def machine(device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "opacus": opacus.__version__,
-        "opacus_slaclip": opacus_slaclip.__version__,
-    }
+    } | versions()
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -294,8 +290,8 @@ def _is_measured(row: dict[str, Any] | None, args: argparse.Namespace) -> bool:
     """Return whether a row has all that is asked for."""
     if row is None:
         return False
-    has_memory = not args.memory or "flat_peak_mib" in row or "slaclip_peak_mib" in row
-    return has_memory and all(f"{m}_ms" in row for m in _methods(row, args))
+    units = ("ms", "peak_mib") if args.memory else ("ms",)
+    return all(f"{method}_{unit}" in row for method in _methods(row, args) for unit in units)
 
 
 def _methods(setting: dict[str, Any], args: argparse.Namespace) -> list[str]:

@@ -623,6 +623,25 @@ def test_a_gradient_touched_between_backward_and_step_is_not_released(case, touc
 
 
 @both_ways
+@pytest.mark.parametrize("end", ["step", "zero_grad", "refused step"])
+def test_what_tells_a_touched_gradient_is_forgotten_with_the_norms(case, end):
+    """It is made of the sum before noise, so it must not outlive its step."""
+    run = make(case)
+    run.optimizer.zero_grad()
+    run.backward(case.batches(6)[0])
+    state = run.optimizer._state
+    assert state.grad_checksums is not None
+    if end == "refused step":
+        run.optimizer.params[0].grad.data.mul_(2)
+        with pytest.raises(RuntimeError, match="gradient was changed"):
+            run.optimizer.step()
+    else:
+        getattr(run.optimizer, end)()
+    assert state.fresh_norms is None
+    assert state.grad_checksums is None
+
+
+@both_ways
 def test_the_backward_pass_of_a_plain_loss_is_not_released(case):
     run, twin = make(case), make(case)
     run.optimizer.zero_grad()

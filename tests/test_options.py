@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import opacus
@@ -236,6 +236,7 @@ def test_the_signature_shows_what_opacus_takes_and_what_we_add(method: str) -> N
     added = {name: ours[name].default for name in ours if name not in theirs}
 
     assert [name for name in ours if name in theirs] == list(theirs)
+    assert Literal["auto"] in get_args(ours["max_grad_norm"].annotation)
     assert added == {
         "num_slots": None,
         "controller": None,

@@ -37,14 +37,13 @@ def write_param_groups(
     """Write the entries into every group."""
     flat = {_PREFIX + name: value for name, value in entries.items()}
     flat |= {_CONTROLLER_PREFIX + name: value for name, value in controller_state.items()}
+    clear_param_groups(param_groups)  # of a controller that an earlier optimizer had
     for group in param_groups:
-        for stale in [key for key in group if key.startswith(_PREFIX) and key not in flat]:
-            del group[stale]  # of a controller that an earlier optimizer had
         group.update(flat)
 
 
 def clear_param_groups(param_groups: Sequence[dict[str, Any]]) -> None:
-    """Remove our entries: another clipping has taken over, which would leave them as they are."""
+    """Remove our entries, which nobody would keep up to date under another clipping."""
     for group in param_groups:
         for stale in [key for key in group if key.startswith(_PREFIX)]:
             del group[stale]

@@ -60,7 +60,7 @@ class GhostReleaseMixin(SlackReleaseMixin):
                 "The batch was not used. Call make_private again for another set of parameters."
             )
         if message is not None:
-            state.fresh_norms = None
+            state.drop_backward()
             raise RuntimeError(message)
 
     def _gradients_changed(self) -> bool:
@@ -72,7 +72,8 @@ class GhostReleaseMixin(SlackReleaseMixin):
     def accumulate(self) -> None:
         """Add the clipped gradients and the slack of one physical batch to the private sums."""
         state = self._state
-        norms, state.fresh_norms = state.fresh_norms, None
+        norms = state.fresh_norms
+        state.drop_backward()
         assert norms is not None
         super().accumulate()  # type: ignore[misc]
         self._accumulate_slack(norms)

@@ -211,7 +211,7 @@ class SlackReleaseMixin(ThresholdMixin):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear gradients; the slack sum lives and dies with ``summed_grad``."""
         super().zero_grad(set_to_none)
-        self._state.fresh_norms = None
+        self._state.drop_backward()
         self._state.is_rounded = False
         is_between = not _opacus.last_step_was_skipped(self)
         if is_between:

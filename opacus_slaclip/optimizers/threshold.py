@@ -84,6 +84,10 @@ class ReleaseState:
     look_ahead: int = 0  # batches that the loader's workers fetch before they are asked for
     announced_in_pass: int = -1  # number of the last pass with physical batches
 
+    def drop_backward(self) -> None:
+        """Forget what a backward pass in ghost mode has left for the step: used up, or refused."""
+        self.fresh_norms = self.grad_checksums = None
+
     def drop_private(self) -> None:
         """Forget everything that has not been noised and used."""
         self.__dict__.update(_NOTHING_PRIVATE)
